@@ -37,7 +37,7 @@ def _section(meaning: Meaning) -> str:
         if name != "Evidence":  # the alert shows it
             lines += _wrapped(f"- **{name}**: {text}", "  ")
     if meaning.example:
-        lines += ["", "```python", meaning.example, "```"]
+        lines += ["- **Example**:", "", "```python", meaning.example, "```"]
     if meaning.parameters:
         lines += ["", "|parameter|default|meaning|", "|---|--:|---|"]
         for name, (default, text) in meaning.parameters.items():

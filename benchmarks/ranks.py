@@ -31,14 +31,7 @@ from telemetry.failures import Failures
 from telemetry.ranks.connection import RECORDS, Address, Client, Rendezvous
 from telemetry.ranks.exchange import CLOSE_S, RankExchange
 from telemetry.ranks.merging import MergedRecords, MergedStep
-from telemetry.ranks.partial_record import (
-    GRADS,
-    VALUES,
-    ParameterPart,
-    PartialRecord,
-    Row,
-    TensorTable,
-)
+from telemetry.ranks.rank_record import RankRecord, TensorKey, TensorTable
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
@@ -50,7 +43,6 @@ WIDTH, TOKENS, CONTEXT = 768, 50257, 1024
 ELEMENTS = 2**16
 DIFFERENT = 8  # simulated ranks; the others send the same as one of these
 ROUNDS = 5
-LIGHT = ("copies", *GRADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +95,7 @@ def gpt2(blocks: int) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     return units, shapes | {f"ln_f.{part}": (WIDTH,) for part in ("weight", "bias")}
 
 
-def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
+def make_part(blocks: int, rank: int, world_size: int) -> RankRecord:
     """A full step of one rank, with its own numbers."""
     dice = np.random.default_rng(rank)
 
@@ -116,14 +108,14 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
         )
 
     units, shapes = gpt2(blocks)
-    tensors: dict[Row, TensorRecord] = {}
+    tensors: dict[TensorKey, TensorRecord] = {}
     for name, size in units.items():
-        tensors[Row(0, "outputs", name)] = draw(size)
-        tensors[Row(0, "output_grads", name)] = draw()
+        tensors[TensorKey(0, "outputs", name)] = draw(size)
+        tensors[TensorKey(0, "output_grads", name)] = draw()
     for index, name in enumerate(shapes):
         if index % world_size == rank:  # copies take turns
             tensors |= {
-                Row(0, kind, name): draw() for kind in ("grads", "weights", "second_moments")
+                TensorKey(0, kind, name): draw() for kind in ("grads", "weights", "second_moments")
             }
     layout = Layout(
         modules=tuple(Module(name=name, type_name="Linear") for name in units),
@@ -139,27 +131,18 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
         grad_norms=norms, grad_present=np.ones(count, bool), grad_finite=np.ones(count, bool),
     )  # fmt: skip
     table = [one.rows for one in tensors.values()]
-    return PartialRecord(
+    return RankRecord(
         rank=rank,
         size=world_size,
-        step=0,
-        values={name: getattr(record, name) for name in VALUES},
-        parameters=ParameterPart(
-            stage=0,
-            layout_id="0123456789abcdef",
-            layout=encode(layout),
-            columns={
-                "copies": np.zeros(count, np.int64),
-                **{name: getattr(record, name) for name in GRADS},
-                "before": norms,
-                "parameter_copies": (copies - rank) % world_size,
-                "moved": np.where(copies == rank, norms, np.nan),
-                "sizes": np.where(copies == rank, norms, np.nan),
-            },
-            checks=np.stack(
-                [np.arange(count), np.zeros(count, np.int64), np.arange(count) * 2**50]
-            ),
-        ),
+        record=record,
+        layout_id="0123456789abcdef",
+        layout=encode(layout),
+        grad_copies=np.zeros(count, np.int64),
+        grad_norms_before_clipping=norms,
+        parameter_copies=(copies - rank) % world_size,
+        update_norms=np.where(copies == rank, norms, np.nan),
+        updated_norms=np.where(copies == rank, norms, np.nan),
+        checks=np.stack([np.arange(count), np.zeros(count, np.int64), np.arange(count) * 2**50]),
         tensors=TensorTable.of(
             dict.fromkeys(tensors, LocalShard()), type(table[0]).concatenate(table)
         ),
@@ -168,17 +151,16 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
     )
 
 
-def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> PartialRecord:
+def step_of(part: RankRecord, rank: int, step: int, *, full: bool) -> RankRecord:
     """The same measurements at another step of another rank; of a light step the norms."""
     if not full:
-        assert part.parameters is not None
-        columns = {name: part.parameters.columns[name] for name in LIGHT}
-        checks = part.parameters.checks[:, :0]
-        parameters = replace(part.parameters, layout=b"", columns=columns, checks=checks)
-        values = {**part.values, "full": False}
-        part = replace(part, values=values, parameters=parameters, tensors=None, host="")
-    sequence = (step + 1) * 2**10 - 1
-    return replace(part, rank=rank, step=step, sequence=sequence)
+        none, integers = np.empty(0), np.empty(0, np.int64)
+        part = replace(
+            part, layout=b"", tensors=None, grad_norms_before_clipping=none, update_norms=none,
+            updated_norms=none, parameter_copies=integers, checks=part.checks[:, :0], host="",
+        )  # fmt: skip
+    record = replace(part.record, step=step, full=full)
+    return replace(part, rank=rank, record=record, sequence=(step + 1) * 2**10 - 1)
 
 
 def simulate_ranks(commands: Connection, address: Address, world: int, blocks: int) -> None:
@@ -202,7 +184,7 @@ def simulate_ranks(commands: Connection, address: Address, world: int, blocks: i
             sizes, began = [], time.thread_time()
             for rank, client in enumerate(clients, start=1):
                 part = step_of(parts[rank % len(parts)], rank, step, full=full)
-                sizes.append(len(data := encode(part)))
+                sizes.append(len(data := part.encode()))
                 client.put(RECORDS, data)
                 await asyncio.sleep(0)
             commands.send((max(sizes), (time.thread_time() - began) / len(clients)))
@@ -240,11 +222,11 @@ class RankZero:
         self.held = len(merged.parts)
         self._done.set()
 
-    def cpu_s(self, commands: Connection, part: PartialRecord) -> tuple[float, int, float]:
+    def cpu_s(self, commands: Connection, part: RankRecord) -> tuple[float, int, float]:
         """CPU time for one step; bytes of another rank, and its time to encode them."""
         self._done.clear()
         began = time.process_time()
-        commands.send((part.step, part.full))
+        commands.send((part.record.step, part.record.full))
         self.exchange.send_part(part)
         assert self._done.wait(600)
         spent_s = time.process_time() - began

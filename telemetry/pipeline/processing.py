@@ -22,7 +22,7 @@ from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
 from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
-from telemetry.records.step import InputRows
+from telemetry.records.step import NO_LAYOUT, InputRows
 from telemetry.rule import Rule
 from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
@@ -179,12 +179,12 @@ class Processor:
                 self._failures.report("to write logged scalars")
         self._schedule.account.worker_took("logged", time.thread_time() - began_s)
 
-    def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
+    def _record_logged(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
         """Write the logged scalars of a step, and judge the loss if it is one of them."""
         try:
             self._write_logged(step, wall_time, values)
         finally:
-            if (tag := self._loss.tag) in values:
+            if (tag := self._loss.tag) is not None and tag in values:
                 self._report(self._judge.judge_loss(step, values[tag]), wall_time)
 
     def _write_logged(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
@@ -200,13 +200,13 @@ class Processor:
     def _record_merged(self, merged: MergedStep) -> None:
         """Judge and write the merged step of all ranks, and their logged scalars."""
         try:
-            if not merged.phase:
-                for part in merged.parts:
+            record = self.ranks.merged(merged)
+            if not record.phase:
+                for part in merged.parts.values():
                     self._batches.add(part.batches)
-                means, _ = merged.figures("scalars")
-                self._loss.add(merged.step, means)
-                self._record_logged(merged.step, merged.wall_time, means)
-            if (record := self.ranks.merged(merged)) is not None:
+                self._loss.add(record.step, record.scalars)
+                self._record_logged(record.step, record.wall_time, record.scalars)
+            if record.layout is not NO_LAYOUT:
                 record.loss_tag = self._loss.tag
                 self._record(record)
         finally:

@@ -1,4 +1,4 @@
-"""Collector of the ranks' partial records on rank 0; barrier at which all ranks raise an alert."""
+"""Collector of the ranks' records on rank 0; barrier at which all ranks raise an alert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.merging import MergedStep
-from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.rank_record import RankRecord
 
 log = logging.getLogger("telemetry")
 
@@ -71,7 +71,7 @@ LAST_SEQUENCE = 2**62
 
 
 class Collector:
-    """Merges the partial records of each step, in the order of the steps, each rank at most once.
+    """Merges the ranks' records of each step, in the order of the steps, each rank at most once.
 
     Each rank sends its records by ascending sequence numbers, so a step is complete when every rank
     has sent it or a later one: ranks with different intervals do not delay each other. If a rank
@@ -107,8 +107,8 @@ class Collector:
         self._unresponsive[rank] = False
         self._last[rank] = max(self._last[rank], sequence)
 
-    def add(self, part: PartialRecord, now: float) -> None:
-        """Add a partial record; drop it if the rank sent it before, or its step has ended."""
+    def add(self, part: RankRecord, now: float) -> None:
+        """Add a record of a rank; drop it if the rank sent it before, or its step has ended."""
         is_new = self._last[part.rank] < part.sequence > self._ended
         self.note(part.rank, now, part.sequence)
         if is_new and part.sequence in self.open:
@@ -134,7 +134,7 @@ class Collector:
 
     def log_missing(self, step: MergedStep) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
-        here, hold = step.ranks, f"from step {step.step} on, the records hold"
+        here, hold = step.parts.keys(), f"from step {step.step} on, the records hold"
         missed = f"{hold} {len(here)} of {len(self._last)} ranks:"
         for kind, ranks, message in (
             (
@@ -152,7 +152,8 @@ class Collector:
                 "skipped",
                 self.members - here,
                 f"step {step.step} was measured by {ranks_in_words(here)}, and not by %s, which "
-                "skipped it or had too much to send",
+                "skipped it, had too much to send, or has another first_step (with resume=True, "
+                "each rank needs to read the directory of the run)",
             ),
         ):
             if new := ranks - self._logged[kind]:

@@ -22,7 +22,7 @@ import secrets
 import signal
 import socket
 import weakref
-from asyncio import Event, Semaphore, StreamReader, StreamWriter
+from asyncio import Event, StreamReader, StreamWriter
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 # Kinds of frames. BARRIER has the step at whose end a rank stops; after ENDED it sends nothing.
 RECORDS, BARRIER, ENDED, ANNOUNCEMENT, ACKNOWLEDGED = b"R", b"B", b"E", b"A", b"K"
+# Received of a rank when it connects; it is not sent.
+CONNECTED = b"C"
 
 MAX_FRAME_BYTES = 256 * 2**20
 MAX_QUEUED_BYTES = 64 * 2**20
@@ -53,7 +55,6 @@ _RANK_BYTES = 4
 _FILES_LEFT = 1 / 4
 
 _READ_BYTES = 2**16
-_LARGE_AT_ONCE = 16
 _FRAME_S = 60.0
 _RETURN_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
@@ -172,15 +173,29 @@ def frame(kind: bytes, payload: bytes = b"") -> bytes:
     return kind + len(payload).to_bytes(4, "big") + payload
 
 
-async def _read_frame(stream: StreamReader, slots: Semaphore) -> tuple[bytes, bytes]:
-    """Return kind and payload; a large frame needs a slot, which limits memory."""
-    head = await stream.readexactly(5)
-    if (size := int.from_bytes(head[1:], "big")) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {size} bytes")
-    if size <= _READ_BYTES:
-        return head[:1], await stream.readexactly(size)
-    async with slots:
-        return head[:1], await asyncio.wait_for(stream.readexactly(size), _FRAME_S)
+class _Frames:
+    """Reads frames; those that are read at the same time have MAX_FRAME_BYTES in all."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._changed = asyncio.Condition()
+
+    async def read(self, stream: StreamReader) -> tuple[bytes, bytes]:
+        """Return kind and payload."""
+        head = await stream.readexactly(5)
+        if (size := int.from_bytes(head[1:], "big")) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {size} bytes")
+        if size <= _READ_BYTES:
+            return head[:1], await stream.readexactly(size)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._bytes + size <= MAX_FRAME_BYTES)
+            self._bytes += size
+        try:
+            return head[:1], await asyncio.wait_for(stream.readexactly(size), _FRAME_S)
+        finally:
+            async with self._changed:
+                self._bytes -= size
+                self._changed.notify_all()
 
 
 async def _receive(connection: socket.socket, size: int) -> bytes:
@@ -250,7 +265,7 @@ class Server:
         self._writers: dict[int, StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._unauthenticated: list[Any] = []  # tasks
-        self._slots = Semaphore(_LARGE_AT_ONCE)
+        self._frames = _Frames()
 
     async def run(self) -> None:
         """Accept connections until this is cancelled."""
@@ -290,8 +305,9 @@ class Server:
             self._writers[rank] = writer
             try:
                 writer.write(frame(ANNOUNCEMENT, self._announcement))
+                self._receive(CONNECTED, b"", rank)
                 while True:
-                    self._receive(*await _read_frame(stream, self._slots), rank)
+                    self._receive(*await self._frames.read(stream), rank)
                     writer.write(frame(ACKNOWLEDGED))
             finally:
                 if self._writers.get(rank) is writer:
@@ -366,7 +382,7 @@ class Client:
             try:
                 self._send()
                 while self._frames or not self._finishing.is_set():
-                    kind, payload = await _read_frame(stream, Semaphore())
+                    kind, payload = await _Frames().read(stream)
                     self.is_known, self.attempts = True, 0
                     if kind == ANNOUNCEMENT:
                         self._on_announcement(payload)

@@ -1,4 +1,4 @@
-"""Exchange of steps between ranks: partial records are sent, merged on rank 0 and recorded once.
+"""Exchange of steps between ranks: records are sent, merged on rank 0 and recorded once.
 
 It calls no collective. Only background threads wait, each time for a bounded time and with bounded
 memory; the :class:`Barrier`, before an alert is raised, is the exception.
@@ -36,10 +36,11 @@ from telemetry.ranks.connection import (
     wait_for,
 )
 from telemetry.ranks.merging import MergedRecords, MergedStep
-from telemetry.ranks.partial_record import FORMAT, PartialRecord, PartMaker, decode
+from telemetry.ranks.rank_record import FORMAT, RankRecord, RankRecords, decode
 from telemetry.ranks.topology import RankNotes, RankObserver
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
+from telemetry.records.step import NO_LAYOUT
 from telemetry.threads import each_within
 
 # High-water mark of merged steps that are queued for the rules: above it, steps are dropped.
@@ -77,7 +78,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 class Announcement:
     """State that rank 0 broadcasts; each version replaces the one before."""
 
-    first_step: int | None = None  # of rank 0; None: not connected
     full_step: int = 0  # latest full step that is not in the schedule, or 0
     alert: Alert | None = None  # that all ranks raise: it closes their barriers ...
     raise_at: int | None = None  # ... and this decides
@@ -107,8 +107,8 @@ class Exchange:
     def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         """Send the scalars that were logged for steps that did not end."""
 
-    def merged(self, merged: MergedStep) -> StepRecord | None:
-        """Return the record of a merged step; None: the step did not end, or has no layout."""
+    def merged(self, merged: MergedStep) -> StepRecord:
+        """Return the record of a merged step, see :meth:`MergedRecords.record`."""
         raise NotImplementedError
 
     def note_recorded(self, merged: MergedStep) -> None:
@@ -169,10 +169,9 @@ class RankExchange(Exchange):
         self._put = put
         self._ask = ask
         self._current_step = current_step
-        self._first_step = current_step()
         self._failures = failures
         # The worker uses these:
-        self._maker = PartMaker(self.observer)
+        self._maker = RankRecords(self.observer)
         self._batches: list[Batch] = []  # not sent yet
         self._merged_records = MergedRecords()
         self._announced = -1  # latest full step, of which a late rank has only the norms
@@ -182,10 +181,10 @@ class RankExchange(Exchange):
         self._changed = threading.Condition()
         self._queued_bytes = 0  # of merged steps
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
-        self.barrier = Barrier(self._first_step)
+        self.barrier = Barrier(current_step())
         # The thread of the exchange:
         self._clock, self._read_at = 0.0, time.monotonic()
-        self._announcement = Announcement(first_step=None if rank else self._first_step)
+        self._announcement = Announcement()
         self._asked_at = math.inf  # to raise
         self._answers: dict[int, int] = {}  # numbers of the ranks' current steps
         self._close_at = self._rest_at = math.inf  # ends of merging, and of receiving more steps
@@ -207,7 +206,7 @@ class RankExchange(Exchange):
     # --- on the worker ---------------------------------------------------------------------------
 
     def send(self, record: StepRecord, notes: RankNotes) -> StepRecord | None:
-        part = self._maker.part(record, notes)
+        part = self._maker.of(record, notes)
         self.send_part(replace(part, batches=tuple(self._batches)))
         self._batches = []
         return None
@@ -224,22 +223,22 @@ class RankExchange(Exchange):
         for step, values in sorted(logged.items()):
             self.send_part(self._maker.logged(step, values))
 
-    def send_part(self, part: PartialRecord) -> None:
+    def send_part(self, part: RankRecord) -> None:
         """Send this rank's measurements; the phases of a step come before the step itself."""
-        self._awaited = part.step, not part.phase
+        self._awaited = part.record.step, not part.record.phase
         part = self._maker.numbered(part)
         if self._client is None:
             self._submit(self._add, part)
         else:
-            self._submit(self._client.put, RECORDS, encode(part))
+            self._submit(self._client.put, RECORDS, part.encode())
 
-    def merged(self, merged: MergedStep) -> StepRecord | None:
+    def merged(self, merged: MergedStep) -> StepRecord:
         record = self._merged_records.record(merged)
-        if record is not None and not record.phase:
+        if record.layout is not NO_LAYOUT and not record.phase:
             step, wall_time = self._last
             self._last = record.step, record.wall_time
             self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
-        others = {o.rank for o in merged.parts if o.parameters is not None and not o.full}
+        others = {o.rank for o in merged.parts.values() if o.layout_id and not o.record.full}
         if merged.measured and others and merged.step != self._announced:
             self._failures.log_once(
                 f"step {merged.step} was measured in full by {ranks_in_words(merged.measured)} and "
@@ -364,18 +363,11 @@ class RankExchange(Exchange):
             self._decide()
 
     def _follow(self, payload: bytes) -> None:
-        """Follow rank 0's announcement; log a first step that differs from this rank's."""
+        """Follow rank 0's announcement."""
         announcement: Announcement = decode(Announcement, payload)
         if announcement == self._announcement:
             return
         self._announcement = announcement
-        if announcement.first_step not in (None, self._first_step):
-            self._failures.log_once(
-                f"this rank counts its steps from {self._first_step} and rank 0 from "
-                f"{announcement.first_step}, so their records do not meet; give all ranks the same "
-                "first_step (with resume=True, each needs to read the directory of the run)",
-                kind="first step",
-            )
         if announcement.full_step > self._current_step():  # else this rank is too late
             self._ask(announcement.full_step)
         if announcement.alert is not None:
@@ -401,14 +393,14 @@ class RankExchange(Exchange):
                 'ulimit -n there to twice the number of ranks, or use ranks="each"'
             )
 
-    def _add(self, part: PartialRecord) -> None:
+    def _add(self, part: RankRecord) -> None:
         self._collector.add(part, self._now)
 
     def _receive(self, kind: bytes, payload: bytes, rank: int) -> None:
         """Take a frame of another rank; a damaged one is reported and dropped."""
         self._collector.note(rank, self._now, LAST_SEQUENCE if kind == ENDED else -1)
         if kind == RECORDS:
-            self._add(decode(PartialRecord, payload))
+            self._add(decode(RankRecord, payload))
         elif kind == BARRIER:
             self._answers[rank] = int(payload)
 

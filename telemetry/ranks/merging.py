@@ -1,31 +1,26 @@
-"""Merging of the ranks' measurements of one step into one record, as one process would make it."""
+"""Merging of the ranks' records of one step into one record, as one process would make it."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.ranks.partial_record import (
-    COLUMNS,
-    FIGURES,
+from telemetry.ranks.rank_record import (
     OF_INPUTS,
-    OF_RANK_0,
-    VALUES,
     Array,
     Floats,
-    ParameterPart,
-    PartialRecord,
-    Row,
+    Integers,
+    RankRecord,
+    TensorKey,
     TensorTable,
-    copies_of,
     read_layout,
 )
 from telemetry.records import (
@@ -42,7 +37,7 @@ from telemetry.records import (
 from telemetry.records.moments import rms_of
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import sketch_array
-from telemetry.records.step import OF_PARAMETERS, By, ClippedFraction, reductions
+from telemetry.records.step import NO_LAYOUT, OF_PARAMETERS, REDUCTIONS, By, ClippedFraction
 from telemetry.records.tensor import Tensors
 
 _OF_OUTPUTS = ("outputs", "output_grads")
@@ -56,180 +51,147 @@ NOWHERE = np.iinfo(np.int64).max
 _TABLES_AT_ONCE = 8
 
 Key = TypeVar("Key", bound=Hashable)
-Placed: TypeAlias = tuple[ParameterPart, NDArray[np.intp]]
-"""The parameters of a rank's part of the model, and their positions in the whole."""
 
 
-def merge_parameters(parts: Sequence[Placed], count: int) -> dict[str, Array]:
-    """Return the columns of all ``count`` parameters by name, except those no rank measured."""
+def by_key(reduce: Callable[[list[Any]], Any], mappings: Iterable[Mapping[Key, Any]]) -> Any:
+    """Return the reduction of the values of each key."""
+    values: defaultdict[Key, list[Any]] = defaultdict(list)
+    for mapping in mappings:
+        for key, value in mapping.items():
+            values[key].append(value)
+    return {key: reduce(some) for key, some in values.items()}
 
-    def stack(name: str, missing: Any) -> Array:
-        stacked = np.full((len(some), count), missing)
-        for row, (part, at) in zip(stacked, some, strict=True):
-            row[at] = part.columns[name]
-        return stacked
 
-    merged: dict[str, Array] = {}
-    for name, by in FIGURES.items():
-        if some := [(part, at) for part, at in parts if name in part.columns]:
-            reduce, missing = COLUMNS[by]
-            numbers = stack(copies_of(name), NOWHERE)
-            counts = (numbers == numbers.min(axis=0)) & (numbers < NOWHERE)
-            values = reduce(stack(name, missing), where=counts)
-            merged[name] = np.where(counts.any(axis=0), values, missing)
-    return merged
+def _norm(values: Array, where: Array) -> Array:
+    """Roots of the sums of squares; NaN where any value is NaN, also next to infinity."""
+    nan = (np.isnan(values) & where).any(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(nan, np.nan, np.hypot.reduce(values, axis=0, where=where, initial=0.0))
+
+
+# Of arrays ``[ranks, parameters]``, where a copy counts; and the value of a parameter without one.
+_OF_COLUMNS: Mapping[By, tuple[Callable[..., Array], float]] = {
+    By.NORM: (_norm, np.nan),
+    By.ANY: (partial(np.logical_or.reduce, axis=0), False),
+    By.ALL: (partial(np.logical_and.reduce, axis=0), True),
+}
+# Of the ranks' mappings by names.
+_OF_NAMES: Mapping[By, Callable[[list[Any]], Any]] = {
+    By.SUM: sum,
+    By.HEADS: AttentionHeads.merged,
+}
+
+
+def merge_column(
+    by: By, parts: Sequence[tuple[Array, Integers, Integers]], count: int
+) -> NDArray[Any]:
+    """Return a column over all ``count`` parameters; of several copies the lowest counts.
+
+    ``parts`` are each rank's values, the numbers of their copies, and their positions.
+    """
+    reduce, missing = _OF_COLUMNS[by]
+    values, copies = np.full((len(parts), count), missing), np.full((len(parts), count), NOWHERE)
+    for row, (own, own_copies, positions) in enumerate(parts):
+        values[row, positions], copies[row, positions] = own, own_copies
+    counts = (copies == copies.min(axis=0, initial=NOWHERE)) & (copies < NOWHERE)
+    return np.where(counts.any(axis=0), reduce(values, where=counts), missing)
 
 
 def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
     """Merge tables, in any order, into the one of a rank that had all tensors."""
     if len(tables) == 1:
         return tables[0]
-    rows = tuple(dict.fromkeys([row for table in tables for row in table.rows]))
-    index = {row: place for place, row in enumerate(rows)}
-    places = np.array([index[row] for table in tables for row in table.rows], np.int64)
-    content = Rows.concatenate([table.content for table in tables])
+    keys = tuple(dict.fromkeys([key for table in tables for key in table.keys]))
+    index = {key: place for place, key in enumerate(keys)}
+    places = np.array([index[key] for table in tables for key in table.keys], np.int64)
+    rows = Rows.concatenate([table.rows for table in tables])
     copies = np.concatenate([table.copies for table in tables])
-    lowest, calls = np.full(len(rows), NOWHERE), np.zeros(len(rows), np.int64)
+    lowest, calls = np.full(len(keys), NOWHERE), np.zeros(len(keys), np.int64)
     np.minimum.at(lowest, places, copies)
     counts = copies == lowest[places]
-    np.maximum.at(calls, places, np.where(counts, content.calls, 0))
-    merged = content.merged(np.where(counts, places, -1), len(rows)).having(calls=calls)
-    return TensorTable(rows=rows, copies=lowest, content=merged)
+    np.maximum.at(calls, places, np.where(counts, rows.calls, 0))
+    merged = rows.merged(np.where(counts, places, -1), len(keys)).having(calls=calls)
+    return TensorTable(keys=keys, copies=lowest, rows=merged)
 
 
-def by_key(reduce: Callable[[list[Any]], Any], mappings: Iterable[Mapping[Key, Any]]) -> Any:
-    """Return the reduction of the values of each key."""
-    found: defaultdict[Key, list[Any]] = defaultdict(list)
-    for mapping in mappings:
-        for key, value in mapping.items():
-            found[key].append(value)
-    return {key: reduce(values) for key, values in found.items()}
-
-
-# Of the ranks' values, by rank.
-_REDUCE: Mapping[By, Callable[[list[Any]], Any]] = {
-    By.RANK_0: itemgetter(0),
-    By.LOWEST_RANK: itemgetter(0),
-    By.LARGEST: max,
-    By.SUM: partial(by_key, sum),
-    By.UNION: lambda values: tuple(dict.fromkeys(chain.from_iterable(values))),
-    By.HEADS: partial(by_key, AttentionHeads.merged),
-}
-_OF_NAMES = (By.SUM, By.UNION, By.HEADS)  # of modules, buffers or parameters
-_MEANS = reductions(By.MEAN)
-
-
-def sum_addends(columns: Mapping[str, Array], parts: Iterable[Placed]) -> dict[int, Floats]:
-    """Return sums of addends by position of the parameter; of several copies the lowest counts.
-
-    Their norms replace those of the addends in the columns; clipping scales all addends alike.
-    """
-    addends = [
-        {(int(at[index]), int(part.columns["copies"][index]), values.size): values}
-        for part, at in parts
-        for index, values in part.addends
-    ]
-    found = by_key(sum, addends)
-    sums: dict[int, Floats] = {key[0]: found[key] for key in sorted(found, reverse=True)}
-    norms, before = columns["grad_norms"], columns.get("before")
-    for index, values in sums.items():
-        whole = float(np.linalg.norm(values))
-        if before is not None:
-            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
-        norms[index] = whole
-    return sums
+def with_whole_units(tensors: TensorTable) -> Tensors[TensorKey]:
+    """The merged tensors; units only where the table has those of all ranks."""
+    rows = tensors.rows
+    if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
+        of_row = np.arange(len(rows)).repeat(rows.unit_count)
+        kept = ~np.isin(of_row, of_row[missing])
+        counts = np.bincount(of_row[kept], minlength=len(rows))
+        rows = rows.having(rows.units[kept], unit_count=counts)
+    return Tensors(tensors.keys, rows)
 
 
 def over_ranks(
-    of_ranks: Mapping[int, Mapping[Key, float]],
+    of_ranks: Iterable[tuple[int, Mapping[Key, float]]],
 ) -> tuple[dict[Key, float], dict[Key, Spread]]:
     """Return means of values over the ranks that have them, and extremes without NaN."""
-    ranks = sorted(of_ranks)
-    names = list(dict.fromkeys([name for rank in ranks for name in of_ranks[rank]]))
-    if not names:
-        return {}, {}
-    logged = np.array([[name in of_ranks[rank] for name in names] for rank in ranks])
-    values = np.array([[of_ranks[rank].get(n, np.nan) for n in names] for rank in ranks])
-    means = np.add.reduce(values, axis=0, where=logged) / logged.sum(axis=0)
-    least = values.argsort(axis=0, kind="stable")[0]  # NaN comes last
-    most = (-values).argsort(axis=0, kind="stable")[0]
-    return dict(zip(names, means.tolist(), strict=True)), {
-        name: Spread(low=float(own[a]), low_rank=ranks[a], high=float(own[b]), high_rank=ranks[b])
-        for name, own, a, b in zip(names, values.T, least, most, strict=True)
-        if not np.isnan(own[a])
-    }
+    by_rank = [{name: (value, rank) for name, value in own.items()} for rank, own in of_ranks]
+    values = by_key(list, by_rank)
+    means = {name: sum([value for value, _ in some]) / len(some) for name, some in values.items()}
+    spreads = {}
+    for name, some in values.items():
+        if known := [one for one in some if not math.isnan(one[0])]:
+            (low, low_rank), (high, high_rank) = min(known), max(known, key=itemgetter(0))
+            spreads[name] = Spread(low=low, low_rank=low_rank, high=high, high_rank=high_rank)
+    return means, spreads
 
 
 class MergedStep:
-    """Measurements of several ranks at one step or phase; tensors are merged as they arrive."""
+    """Records of several ranks of one step or phase; their tensors are merged as they arrive."""
 
-    def __init__(self, first: PartialRecord) -> None:
-        self._figures: dict[str, tuple[dict[str, float], dict[str, Spread]]] = {}
-        self.step, self.phase, self.sequence = first.step, first.phase, first.sequence
-        self.parts: list[PartialRecord] = []  # without tensors
+    def __init__(self, first: RankRecord) -> None:
+        self.step, self.phase, self.sequence = first.record.step, first.record.phase, first.sequence
+        self.parts: dict[int, RankRecord] = {}  # by rank, without tensors
         self.tables: list[TensorTable] = []  # their tensors, some merged
-        self.rms: dict[int, dict[Row, float]] = {}  # root mean squares of outputs, by rank
+        self.rms: dict[int, dict[TensorKey, float]] = {}  # root mean squares of outputs, by rank
         self.nbytes = 0  # of the large arrays
-        self.ranks: set[int] = set()  # whose measurements are here
         self.add(first)
 
-    def add(self, part: PartialRecord) -> None:
-        """Add the measurements of another rank; ValueError: another step, or sent before."""
-        if (part.step, part.phase) != (self.step, self.phase) or part.rank in self.ranks:
-            raise ValueError(f"rank {part.rank} sent step {part.step} out of order")
-        self.ranks.add(part.rank)
+    def add(self, part: RankRecord) -> None:
+        """Add the record of another rank; ValueError: another step, or sent before."""
+        step = part.record.step
+        if (step, part.record.phase) != (self.step, self.phase) or part.rank in self.parts:
+            raise ValueError(f"rank {part.rank} sent step {step} out of order")
         self.nbytes += part.nbytes
-        self.parts.append(replace(part, tensors=None))
+        self.parts[part.rank] = part if part.tensors is None else replace(part, tensors=None)
         if part.tensors is not None:
-            rms = zip(part.tensors.rows, rms_of(part.tensors.content).tolist(), strict=True)
-            self.rms[part.rank] = {row: value for row, value in rms if row.kind == "outputs"}
+            rms = zip(part.tensors.keys, rms_of(part.tensors.rows).tolist(), strict=True)
+            self.rms[part.rank] = {key: value for key, value in rms if key.kind == "outputs"}
             self.tables.append(part.tensors)
         if len(self.tables) == _TABLES_AT_ONCE:
             merged = merge_tensors(self.tables)
-            self.nbytes += merged.nbytes - sum(table.nbytes for table in self.tables)
+            self.nbytes += merged.rows.nbytes - sum([table.rows.nbytes for table in self.tables])
             self.tables = [merged]
-
-    @property
-    def wall_time(self) -> float:
-        """Time at which the last rank ended the step."""
-        return max([float(part.values["wall_time"]) for part in self.parts])
 
     @property
     def measured(self) -> frozenset[int]:
         """Ranks that measured the step in full."""
-        return frozenset([part.rank for part in self.parts if part.full])
-
-    def figures(self, name: str) -> tuple[dict[str, float], dict[str, Spread]]:
-        """Return means and spreads of a field, once the step is complete: :func:`over_ranks`."""
-        if name not in self._figures:
-            of_ranks = {part.rank: part.values.get(name, {}) for part in self.parts}
-            self._figures[name] = over_ranks(of_ranks)
-        return self._figures[name]
+        return frozenset([rank for rank, part in self.parts.items() if part.record.full])
 
 
 class MergedRecords:
     """Makes the records of merged steps; keeps the layouts, which ranks send on changes."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[int, str], Layout] = {}
+        self._layouts: dict[tuple[int, str], Layout] = {}  # by stage and id
         self._joined = JoinedLayouts({})
         self._clipped_fraction = ClippedFraction()
 
-    def record(self, merged: MergedStep) -> StepRecord | None:
-        """Return the record of a step; None without a layout."""
-        parts = [part.parameters for part in merged.parts if part.parameters is not None]
-        for part in parts:
-            known = self._layouts.get(part.key)
-            layout = read_layout(part.layout) if part.layout else None
-            # On some ranks not all modules have run yet.
-            if layout and not (known and len(layout.modules) <= len(known.modules)):
-                self._layouts[part.key] = layout
-        keys = sorted({part.key for part in parts})
-        if not keys or not self._layouts.keys() >= set(keys):
-            return None
-        if (layouts := {key: self._layouts[key] for key in keys}) != self._joined.layouts:
+    def record(self, merged: MergedStep) -> StepRecord:
+        """Return the record of a step; it has no layout if the step did not end on any rank."""
+        ended = [part for part in merged.parts.values() if part.layout_id]
+        for part in ended:
+            if part.layout:
+                self._layouts[part.key] = read_layout(part.layout)
+        keys = {part.key for part in ended}
+        layouts = {key: self._layouts[key] for key in keys if key in self._layouts}
+        if layouts.keys() != self._joined.positions.keys():
             self._joined = JoinedLayouts(layouts)
-        record = _record_of(merged, self._joined)
+        record = _Merge(merged, self._joined).record()
         before, norm = record.total_grad_norm_before_clipping, record.total_grad_norm
         record.clipped_fraction = self._clipped_fraction.after(before, norm)
         return record
@@ -239,16 +201,21 @@ class JoinedLayouts:
     """Layout of all pipeline stages together; names get their stage if stages share any."""
 
     def __init__(self, layouts: Mapping[tuple[int, str], Layout]) -> None:
-        self.layouts = layouts
         names = {(stage, p.name) for (stage, _), own in layouts.items() for p in own.parameters}
         self._prefixed = len({name for _, name in names}) < len(names)
         modules: dict[str, Module] = {}
         parameters: dict[str, Parameter] = {}
         self._stage_of: dict[str, int] = {}
-        for (stage, _), layout in layouts.items():
+        # On some ranks not all modules have run yet, so the longest of a stage is the first.
+        order = sorted(layouts, key=lambda key: (key[0], -len(layouts[key].modules), key[1]))
+        for stage, layout_id in order:
+            layout = layouts[stage, layout_id]
             for module in layout.modules:
                 name = self.name(stage, module.name)
-                if name not in modules or module.type_name != _PLACEHOLDER:
+                is_there = name in modules and (
+                    self._stage_of[name] == stage or module.type_name == _PLACEHOLDER
+                )
+                if not is_there:
                     modules[name] = replace(module, name=name)
                     self._stage_of[name] = stage
             for parameter in layout.parameters:
@@ -258,7 +225,7 @@ class JoinedLayouts:
         self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
         at = self.layout.parameter_position
         self.positions = {
-            key: np.array([at[self.name(key[0], p.name)] for p in layout.parameters], np.intp)
+            key: np.array([at[self.name(key[0], p.name)] for p in layout.parameters], np.int64)
             for key, layout in layouts.items()
         }
 
@@ -266,132 +233,174 @@ class JoinedLayouts:
         """Return the name of a module or parameter in all stages together."""
         return f"stage{stage}.{name}".rstrip(".") if self._prefixed else name
 
-    def named(self, stage: int, value: Any) -> Any:
-        """Return a mapping by name, or a tuple of names, with names in all stages together."""
-        if not isinstance(value, Mapping):
-            return tuple([self.name(stage, name) for name in value])
-        return {self.name(stage, name): one for name, one in value.items()}
-
-    def key_of(self, row: Row) -> Any:
+    def key_of(self, key: TensorKey) -> Any:
         """Return the key of a tensor in the record; None: the module is another stage's."""
-        if row.kind in OF_INPUTS:
-            return row.name
-        name = self.name(row.stage, row.name)
-        if row.kind not in _OF_OUTPUTS:
+        if key.kind in OF_INPUTS:
+            return key.name
+        name = self.name(key.stage, key.name)
+        if key.kind not in _OF_OUTPUTS:
             return name
-        return Output(name, row.place) if self._stage_of.get(name) == row.stage else None
+        return Output(name, key.place) if self._stage_of.get(name) == key.stage else None
 
 
-def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
-    ended = [(part, part.parameters) for part in merged.parts if part.parameters is not None]
-    ended.sort(key=lambda one: one[0].rank)
-    placed = [(own, joined.positions[own.key]) for _, own in ended]
-    layout = joined.layout
-    columns = merge_parameters(placed, len(layout.parameters))
-    sums, present = sum_addends(columns, placed), columns["grad_present"]
-    ratios: dict[str, float] = {}
-    if "moved" in columns:
+class _Merge:
+    """Merging of one step."""
+
+    def __init__(self, step: MergedStep, joined: JoinedLayouts) -> None:
+        self._step, self._joined = step, joined
+        self._parts = [part for _, part in sorted(step.parts.items())]  # by rank
+        # Those whose step ended; of the others only scalars are known.
+        self._ended = [part for part in self._parts if part.key in joined.positions]
+        self._at = [joined.positions[part.key] for part in self._ended]
+        self._count = len(joined.layout.parameters)
+        self._spreads: dict[str, Mapping[str, Spread]] = {}  # of fields that are means
+
+    def record(self) -> StepRecord:
+        """Return the merged record."""
+        names = [parameter.name for parameter in self._joined.layout.parameters]
+        values = {name: self._field(name, by) for name, by in REDUCTIONS.items()}
+        record = StepRecord(
+            step=self._step.step,
+            phase=self._step.phase,
+            layout=self._joined.layout if self._ended else NO_LAYOUT,
+            **{name: value for name, value in values.items() if value is not None},
+        )
+        broken = frozenset(record.nonfinite_parameters)
+        record.nonfinite_parameters = tuple([name for name in names if name in broken])
+        before = self._column(By.NORM, attrgetter("grad_norms_before_clipping"))
+        sums = self._sum_addends(record.grad_norms, before)
+        if any(part.grad_norms_before_clipping.size for part in self._ended):
+            norm = np.linalg.norm(before[record.grad_present])
+            record.total_grad_norm_before_clipping = float(norm)
+        record.grad_norms = np.where(record.grad_present, record.grad_norms, 0.0)
+        record.grad_finite |= ~record.grad_present
+        record.update_ratios = self._update_ratios(names)
+        for kind, tensors in self._tensors(sums if self._step.measured else {}).items():
+            setattr(record, kind, tensors)
+        record.ranks = self._facts()
+        return record
+
+    def _field(self, name: str, by: By) -> Any:
+        """Return the value of a field that is no tensor; None: no rank has it."""
+        value_of = attrgetter(f"record.{name}")
+        if by in _OF_COLUMNS:
+            return self._column(by, value_of)
+        if by is By.MEAN:
+            of_ranks = [(part.rank, value_of(part)) for part in self._parts]
+            means, self._spreads[name] = over_ranks(of_ranks)
+            return means
+        if by is By.LARGEST:
+            return max(map(value_of, self._parts))
+        if by is By.UNION:
+            named = [self._joined.name(o.stage, key) for o in self._ended for key in value_of(o)]
+            return tuple(dict.fromkeys(named))
+        if by in _OF_NAMES:
+            mappings = [
+                {self._joined.name(part.stage, key): one for key, one in value_of(part).items()}
+                for part in self._ended
+            ]
+            return by_key(_OF_NAMES[by], mappings)
+        if not self._ended or (by is By.RANK_0 and self._ended[0].rank):
+            return None
+        value = value_of(self._ended[0])
+        # Rank 0 may have a part of the parameters.
+        return None if name in OF_PARAMETERS and len(value) != self._count else value
+
+    def _column(
+        self, by: By, values_of: Callable[[RankRecord], Array], copies: str = "grad_copies"
+    ) -> Array:
+        """Return a column over all parameters; ranks without it do not count."""
+        columns = [(values_of(part), getattr(part, copies)) for part in self._ended]
+        placed = [(*own, at) for own, at in zip(columns, self._at, strict=True) if own[0].size]
+        return merge_column(by, placed, self._count)
+
+    def _sum_addends(self, norms: Floats, before: Floats) -> dict[int, Floats]:
+        """Return sums of addends by position of the parameter; the lowest copy counts.
+
+        Their norms replace those of the addends; clipping scales all addends alike.
+        """
+        addends = [
+            {(int(at[index]), int(part.grad_copies[index]), values.size): values}
+            for part, at in zip(self._ended, self._at, strict=True)
+            for index, values in part.addends
+        ]
+        of_copies = by_key(sum, addends)
+        sums: dict[int, Floats] = {
+            key[0]: of_copies[key] for key in sorted(of_copies, reverse=True)
+        }
+        for index, values in sums.items():
+            whole = float(np.linalg.norm(values))
+            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+            norms[index] = whole
+        return sums
+
+    def _update_ratios(self, names: Sequence[str]) -> dict[str, float]:
+        updates, sizes = (
+            self._column(By.NORM, attrgetter(name), "parameter_copies")
+            for name in ("update_norms", "updated_norms")
+        )
         with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
-            of_all = (columns["moved"] / columns["sizes"]).tolist()
-        measured = np.flatnonzero(~np.isnan(columns["sizes"]))
-        ratios = {layout.parameters[index].name: of_all[index] for index in measured.tolist()}
-    values: dict[str, Any] = {name: merged.figures(name)[0] for name in _MEANS}
-    for name, by in {**VALUES, **OF_RANK_0}.items():
-        given = [(own.stage, part.values[name]) for part, own in ended if name in part.values]
-        if given and by in _REDUCE:
-            several = [joined.named(*one) if by in _OF_NAMES else one[1] for one in given]
-            values[name] = _REDUCE[by](several)
-    broken = frozenset(values["nonfinite_parameters"])
-    values["nonfinite_parameters"] = tuple([p.name for p in layout.parameters if p.name in broken])
-    known = OF_PARAMETERS[0] in values
-    if known and joined.layouts[ended[0][1].key].parameters != layout.parameters:
-        values = {name: value for name, value in values.items() if name not in OF_PARAMETERS}
-    return StepRecord(
-        step=merged.step,
-        layout=layout,
-        grad_norms=np.where(present, columns["grad_norms"], 0.0),
-        grad_present=present,
-        grad_finite=columns["grad_finite"] | ~present,
-        phase=merged.phase,
-        ranks=_facts(merged, joined),
-        total_grad_norm_before_clipping=(
-            float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
-        ),
-        update_ratios=ratios,
-        **values,
-        **_tensors(merged.tables, sums if merged.measured else {}, joined),
-    )
+            ratios = (updates / sizes).tolist()
+        return {names[index]: ratios[index] for index in np.flatnonzero(~np.isnan(sizes)).tolist()}
+
+    def _tensors(self, sums: Mapping[int, Floats]) -> dict[str, Tensors[Any]]:
+        """Return the measured tensors by kind, in the order of the layout."""
+        layout, last = self._joined.layout, len(self._joined.layout.modules)
+        tensors: Tensors[TensorKey] = Tensors((), Rows.of(()))
+        if self._step.tables:
+            tensors = with_whole_units(merge_tensors(self._step.tables))
+        places: defaultdict[str, dict[Any, int]] = defaultdict(dict)
+        for at, key in enumerate(tensors):
+            if (name := self._joined.key_of(key)) is not None:
+                places[key.kind][name] = at
+        for at, index in enumerate(sums, start=len(tensors)):
+            places["grads"][layout.parameters[index].name] = at
+        rows = Rows.concatenate([tensors.rows, Rows.of([*map(sketch_array, sums.values())])])
+        of_kind: dict[str, Tensors[Any]] = {}
+        for kind, at_name in places.items():
+            order = list(at_name)
+            if kind in _OF_OUTPUTS:
+                order.sort(key=lambda o: (layout.position.get(o.module_name, last), o.place))
+            elif kind not in OF_INPUTS:
+                order.sort(key=layout.parameter_position.__getitem__)
+            some = rows.take(np.array([at_name[name] for name in order], np.intp))
+            of_kind[kind] = Tensors(tuple(order), some)
+        return of_kind
+
+    def _facts(self) -> RankFacts:
+        parts = self._parts
+        rms = over_ranks(sorted(self._step.rms.items()))[1]
+        named = {self._joined.key_of(key): spread for key, spread in rms.items()}
+        step_s = [(o.rank, {"step_s": o.step_s}) for o in parts if o.step_s is not None]
+        batches = by_key(frozenset, [{part.batch: part.rank} for part in parts if part.batch])
+        nonfinite = [(part.rank, part.nonfinite) for part in parts if part.nonfinite]
+        # Position of the parameter, shard, sum of bits and rank of each check.
+        checks = [np.empty((4, 0), np.int64)]
+        for part, at in zip(self._ended, self._at, strict=True):
+            if part.checks.size:
+                indices, shards, sums = part.checks
+                ranks = np.full_like(indices, part.rank)
+                checks.append(np.stack([at[indices], shards, sums, ranks]))
+        return RankFacts(
+            size=max(part.size for part in parts),
+            held=frozenset(self._step.parts),
+            measured=self._step.measured,
+            hosts={part.rank: part.host for part in parts if part.host},
+            **self._spreads,
+            step_s=over_ranks(step_s)[1].get("step_s"),
+            activation_rms={output: o for output, o in named.items() if output is not None},
+            diverged=differing(np.concatenate(checks, axis=1), self._joined.layout.parameters),
+            same_batch=max(batches.values(), key=len, default=frozenset()),
+            nonfinite=len(nonfinite),
+            first_nonfinite=nonfinite[0] if nonfinite else None,
+        )
 
 
-def with_whole_units(tensors: TensorTable) -> Tensors[Row]:
-    """The merged tensors; units only where the table has those of all ranks."""
-    rows = tensors.content
-    if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
-        of_row = np.arange(len(rows)).repeat(rows.unit_count)
-        kept = ~np.isin(of_row, of_row[missing])
-        counts = np.bincount(of_row[kept], minlength=len(rows))
-        rows = rows.having(rows.units[kept], unit_count=counts)
-    return Tensors(tensors.rows, rows)
+def differing(checks: Integers, parameters: Sequence[Parameter]) -> tuple[Divergence, ...]:
+    """Return the copies that differ; the sum of most ranks is right, of several the lowest rank's.
 
-
-def _tensors(
-    tables: Sequence[TensorTable], sums: Mapping[int, Floats], joined: JoinedLayouts
-) -> dict[str, Any]:
-    """By kind and name the measured tensors, modules and parameters in the order of the layout."""
-    layout, last = joined.layout, len(joined.layout.modules)
-    tensors: Tensors[Row] = Tensors((), Rows.of(()))
-    if tables:
-        tensors = with_whole_units(merge_tensors(tables))
-    found: defaultdict[str, dict[Any, int]] = defaultdict(dict)
-    for at, row in enumerate(tensors):
-        if (key := joined.key_of(row)) is not None:
-            found[row.kind][key] = at
-    for at, index in enumerate(sums, start=len(tensors)):
-        found["grads"][layout.parameters[index].name] = at
-    rows = Rows.concatenate([tensors.rows, Rows.of([*map(sketch_array, sums.values())])])
-    of_kind: dict[str, Tensors[Any]] = {}
-    for kind, places in found.items():
-        order = list(places)
-        if kind in _OF_OUTPUTS:
-            order.sort(key=lambda o: (layout.position.get(o.module_name, last), o.place))
-        elif kind not in OF_INPUTS:
-            order.sort(key=layout.parameter_position.__getitem__)
-        some = rows.take(np.array([places[key] for key in order], np.intp))
-        of_kind[kind] = Tensors(tuple(order), some)
-    return of_kind
-
-
-def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
-    parts = sorted(merged.parts, key=attrgetter("rank"))
-    rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
-    step_s = {part.rank: {"step_s": part.step_s} for part in parts if part.step_s is not None}
-    batches = by_key(frozenset, [{part.batch: part.rank} for part in parts if part.batch])
-    # Position of the parameter, shard, sum of bits and rank of each check.
-    checks = [np.empty((4, 0), np.int64)]
-    for part in parts:
-        if (of := part.parameters) is not None and of.checks.size:
-            indices, shards, sums = of.checks
-            ranks = np.full_like(indices, part.rank)
-            checks.append(np.stack([joined.positions[of.key][indices], shards, sums, ranks]))
-    nonfinite = [(part.rank, part.nonfinite) for part in parts if part.nonfinite]
-    return RankFacts(
-        size=max(part.size for part in parts),
-        held=frozenset(merged.ranks),
-        measured=merged.measured,
-        hosts={part.rank: part.host for part in parts if part.host},
-        scalars=merged.figures("scalars")[1],
-        usage=merged.figures("usage")[1],
-        step_s=over_ranks(step_s)[1].get("step_s"),
-        activation_rms={output: spread for output, spread in rms.items() if output is not None},
-        diverged=differing(np.concatenate(checks, axis=1), joined.layout.parameters),
-        same_batch=max(batches.values(), key=len, default=frozenset()),
-        nonfinite=len(nonfinite),
-        first_nonfinite=nonfinite[0] if nonfinite else None,
-    )
-
-
-def differing(checks: NDArray[np.int64], parameters: Sequence[Parameter]) -> tuple[Divergence, ...]:
-    """Copies that differ; the sum of most ranks is right, of several the lowest rank's."""
+    ``checks`` are positions of parameters, shards, sums of bits, and ranks, ``[4, checks]``.
+    """
     checks = checks[:, np.lexsort(checks[::-1])]
     changes = (np.diff(checks[:3], prepend=-1) != 0).any(axis=0)  # no index is negative
     starts = np.flatnonzero(changes)

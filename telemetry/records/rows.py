@@ -69,6 +69,12 @@ class Rows:
     def __len__(self) -> int:
         return len(self.columns)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        of_rows = (self.columns, self.buckets, self.counts, self.units)
+        return sum([array.nbytes for array in of_rows])
+
     @staticmethod
     def decode(heads: _Bytes, pairs: _Bytes, units: _Bytes) -> Rows:
         """Return the rows of :data:`HEAD`, with their :data:`PAIR` and :data:`UNIT` items."""

@@ -250,11 +250,12 @@ class By(Enum):
     RANK_0 = auto()
     LOWEST_RANK = auto()  # whose step ended
     LARGEST = auto()
-    UNION = auto()  # of names
     # Of mappings, for each key.
     MEAN = auto()
+    # The same by names of modules, buffers or parameters.
     SUM = auto()
     HEADS = auto()
+    UNION = auto()  # of names alone
     # Of the shards of each parameter; copies count once.
     NORM = auto()
     ANY = auto()
@@ -263,7 +264,7 @@ class By(Enum):
     TENSORS = auto()
 
 
-_NO_FLAGS, _NO_GROUPS = np.zeros(0, bool), np.zeros(0, np.int64)
+_NO_NORMS, _NO_FLAGS, _NO_GROUPS = np.zeros(0), np.zeros(0, bool), np.zeros(0, np.int64)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -345,11 +346,11 @@ class StepRecord:
     """
 
     step: int
-    wall_time: Annotated[float, By.LARGEST]
-    layout: Layout
-    grad_norms: Annotated[NDArray[np.float64], By.NORM]
-    grad_present: Annotated[NDArray[np.bool_], By.ANY]
-    grad_finite: Annotated[NDArray[np.bool_], By.ALL]
+    wall_time: Annotated[float, By.LARGEST] = 0.0
+    layout: Layout = NO_LAYOUT
+    grad_norms: Annotated[NDArray[np.float64], By.NORM] = field(default_factory=lambda: _NO_NORMS)
+    grad_present: Annotated[NDArray[np.bool_], By.ANY] = field(default_factory=lambda: _NO_FLAGS)
+    grad_finite: Annotated[NDArray[np.bool_], By.ALL] = field(default_factory=lambda: _NO_FLAGS)
     phase: str = ""
     learning_rates: Annotated[tuple[float, ...], By.LOWEST_RANK] = ()
     scalars: Annotated[Mapping[str, float], By.MEAN] = field(default_factory=dict)
@@ -511,11 +512,14 @@ class InputRows:
         return added
 
 
-def reductions(*among: By) -> dict[str, By]:
-    """Return the reduction of each field of :class:`StepRecord` that has one of these."""
-    hints = get_type_hints(StepRecord, include_extras=True)
-    reduction_of = {name: getattr(kind, "__metadata__", (None,))[0] for name, kind in hints.items()}
-    return {name: by for name, by in reduction_of.items() if by in among}
+def _reductions() -> Mapping[str, By]:
+    kinds = get_type_hints(StepRecord, include_extras=True)
+    of_fields = {name: getattr(kind, "__metadata__", (None,))[0] for name, kind in kinds.items()}
+    return {name: by for name, by in of_fields.items() if isinstance(by, By)}
+
+
+REDUCTIONS = _reductions()
+"""Reduction of each field of :class:`StepRecord` that has one."""
 
 
 class ClippedFraction:

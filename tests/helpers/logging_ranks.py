@@ -169,7 +169,7 @@ def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, s
 
 
 def first_sent(rank: int, size: int, way: str, log_dir: Path) -> Any:
-    """Return the partial record that this rank sends of its first step."""
+    """Return what this rank sends of its first step."""
     with patch.object(
         RankExchange, "send_part", autospec=True, side_effect=RankExchange.send_part
     ) as sends:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -31,8 +31,9 @@ import torch.distributed as dist
 from telemetry.alert import Alert
 from telemetry.failures import Failures
 from telemetry.ranks.exchange import RankExchange
-from telemetry.ranks.merging import MergedStep
-from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.merging import MergedRecords, MergedStep
+from telemetry.ranks.rank_record import RankRecord
+from telemetry.records import StepRecord
 
 ANSWER_S = 300.0
 """A test fails when something takes longer."""
@@ -40,15 +41,15 @@ ANSWER_S = 300.0
 PRELOADED = [f"tests.helpers.{name}" for name in ("members", "training", "logging_ranks")]
 
 
-def measured(rank: int, step: int, phase: str = "") -> PartialRecord:
-    """The part of a rank at a step: a number under its own name."""
-    return PartialRecord(
-        rank=rank,
-        size=0,
-        step=step,
-        phase=phase,
-        values={"wall_time": 0.0, "scalars": {str(rank): step + 1.0}},
-    )
+def measured(rank: int, step: int, phase: str = "") -> RankRecord:
+    """The record of a rank at a step: a number under its own name."""
+    record = StepRecord(step=step, phase=phase, scalars={str(rank): step + 1.0})
+    return RankRecord(rank=rank, size=0, record=record)
+
+
+def scalars_of(merged: MergedStep) -> Mapping[str, float]:
+    """The merged numbers."""
+    return MergedRecords().record(merged).scalars
 
 
 def total(ranks: Sequence[int], step: int) -> dict[str, float]:
@@ -134,12 +135,12 @@ class Member:
 
     def got(
         self, step: int, name: str = "run", count: int = 1
-    ) -> list[tuple[int, list[int], dict[str, float]]]:
+    ) -> list[tuple[int, list[int], Mapping[str, float]]]:
         """Wait for a merged step; return all merged steps: step, ranks, their numbers."""
         received = self.received[name]
         with received.changed:
             received.changed.wait_for(lambda: sum(m.step == step for m in received.merged) >= count)
-            return [(m.step, sorted(m.ranks), m.figures("scalars")[0]) for m in received.merged]
+            return [(m.step, sorted(m.parts), scalars_of(m)) for m in received.merged]
 
     def announce(self, step: int) -> None:
         exchange = self.exchanges["run"]

@@ -1,4 +1,4 @@
-"""Partial records become merged steps in order, with each rank once and no exited rank."""
+"""Records of ranks become merged steps in order, with each rank once and no exited rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.ranks.collector import Collector
-from telemetry.ranks.partial_record import PartialRecord
-from tests.helpers.members import measured, total
+from telemetry.ranks.rank_record import RankRecord
+from tests.helpers.members import measured, scalars_of, total
 
 WORLD = 6
 EVERY_N = st.lists(st.sampled_from([1, 2, 3]), min_size=WORLD, max_size=WORLD)
 
 
-def part(step: int, rank: int) -> PartialRecord:
+def part(step: int, rank: int) -> RankRecord:
     return replace(measured(rank, step), size=WORLD, sequence=step)
 
 
@@ -35,8 +35,8 @@ def complete_steps(collected: Collector, now: float) -> list[tuple[int, str]]:
     """Take the complete steps; check that each holds the values of all its ranks."""
     found = []
     while (step := collected.take(now)) is not None:
-        ranks = "".join(map(str, sorted(step.ranks)))
-        assert step.figures("scalars")[0] == total([*step.ranks], step.step)
+        ranks = "".join(map(str, sorted(step.parts)))
+        assert scalars_of(step) == total([*step.parts], step.step)
         found.append((step.sequence, ranks))
     return found
 
@@ -66,7 +66,7 @@ def test_each_step_has_every_rank_once_in_any_order_of_arrival(
             collected.add(sent, 0.0)
         found += complete_steps(collected, 0.0)
     while (last := collected.take(0.0, hurry=True)) is not None:
-        found.append((last.sequence, "".join(map(str, sorted(last.ranks)))))
+        found.append((last.sequence, "".join(map(str, sorted(last.parts)))))
     assert found == [
         (step, "".join(str(r) for r in range(WORLD) if step % every_n[r] == 0))
         for step in range(7)
@@ -117,7 +117,7 @@ def test_late_and_repeated_parts_of_a_delivered_step_are_dropped() -> None:
 def test_the_oldest_step_is_delivered_incomplete_above_the_byte_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PartialRecord, "nbytes", 10)
+    monkeypatch.setattr(RankRecord, "nbytes", 10)
     collected = collector(max_bytes=30)
     for step in (1, 2, 3):
         add(collected, step, "0", 0.0)

@@ -19,6 +19,7 @@ import pytest
 from telemetry.ranks import connection
 from telemetry.ranks.connection import (
     BARRIER,
+    CONNECTED,
     ENDED,
     RECORDS,
     Address,
@@ -40,8 +41,8 @@ class Listener:
         self.running = asyncio.create_task(self.server.run())
 
     async def has(self, *frames: tuple[bytes, bytes]) -> None:
-        await until(lambda: len(self.received) >= len(frames))
-        assert self.received == [(kind, payload, 3) for kind, payload in frames]
+        await until(lambda: len(self.received) > len(frames))
+        assert self.received == [(*one, 3) for one in ((CONNECTED, b""), *frames)]
 
 
 class Sender:
@@ -110,9 +111,10 @@ async def test_frames_that_are_not_acknowledged_are_sent_again() -> None:
     rank = Sender(lambda: addresses[-1])
     received = asyncio.Event()
 
-    def receive(*one: Any) -> None:
-        received.set()
-        raise ValueError("closes the connection without an acknowledgement")
+    def receive(kind: bytes, *others: Any) -> None:
+        if kind == RECORDS:
+            received.set()
+            raise ValueError("closes the connection without an acknowledgement")
 
     broken.server._receive = receive
     rank.start(b"a" * 10**6)
@@ -122,6 +124,33 @@ async def test_frames_that_are_not_acknowledged_are_sent_again() -> None:
     addresses.append(zero.address)
     await zero.has((RECORDS, b"a" * 10**6), (BARRIER, b"5"))
     assert await rank.announced.get() == b"first"
+    await rank.finish()
+
+
+@on_a_loop
+async def test_frames_that_are_read_together_take_limited_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second rank stops in a large frame; the next large one waits, small ones do not."""
+    monkeypatch.setattr(connection, "MAX_FRAME_BYTES", 3 * 2**20)
+    zero = Listener()
+    frames = connection._Frames()
+    zero.server._frames = frames
+    stopped, late = asyncio.StreamReader(), asyncio.StreamReader()
+    stopped.feed_data(frame(RECORDS, b"x" * 2**21)[:1000])
+    first = asyncio.create_task(frames.read(stopped))
+    await until(lambda: frames._bytes)
+    late.feed_data(frame(RECORDS, b"y" * 2**21))
+    second = asyncio.create_task(frames.read(late))
+    rank = Sender(lambda: zero.address)
+    rank.start(b"small")
+    await zero.has((RECORDS, b"small"))
+    assert not second.done()
+    stopped.feed_eof()
+    with pytest.raises(asyncio.IncompleteReadError):
+        await first
+    assert (await second)[1] == b"y" * 2**21
+    assert frames._bytes == 0
     await rank.finish()
 
 

@@ -17,16 +17,9 @@ from telemetry import TensorRecord
 from telemetry.alert import Consequence
 from telemetry.events.message_pack import encode
 from telemetry.ranks.exchange import Announcement
-from telemetry.ranks.partial_record import (
-    Addend,
-    ParameterPart,
-    PartialRecord,
-    Row,
-    TensorTable,
-    decode,
-)
+from telemetry.ranks.rank_record import Addend, RankRecord, TensorKey, TensorTable, decode
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import CodeLocation
+from telemetry.records import CodeLocation, StepRecord
 from telemetry.records.batches import Batch
 from telemetry.records.sketch import sketch_array
 from tests.helpers.known_runs import layout_of
@@ -39,39 +32,29 @@ def table(*values: float) -> TensorTable:
     sketch = sketch_array(np.array(values, np.float32))
     sketch = replace(sketch, counts=sketch.counts * 1e9 / 7)
     record = TensorRecord(sketch=sketch, unit_min=units, unit_max=units + 1)
-    return TensorTable.of({Row(0, "weights", "layer.weight"): LocalShard(copy=7)}, record.rows)
-
-
-def parameters(norm: float = 1.0) -> ParameterPart:
-    return ParameterPart(
-        stage=1,
-        layout_id="a",
-        layout=encode(layout_of(["layer"])),
-        columns={
-            "copies": np.array([2**40]),
-            "grad_norms": np.array([norm]),
-            "grad_present": np.ones(1, bool),
-            "grad_finite": np.isfinite([norm]),
-        },
-        addends=(Addend(0, np.array([0.1, norm])),),
-        checks=np.array([[0], [-1], [-(2**60) - 1]]),
+    return TensorTable.of(
+        {TensorKey(0, "weights", "layer.weight"): LocalShard(copy=7)}, record.rows
     )
 
 
-def part(norm: float = 1.0, tensors: TensorTable | None = None) -> PartialRecord:
-    return PartialRecord(
+def part(norm: float = 1.0, tensors: TensorTable | None = None, **values: Any) -> RankRecord:
+    values = {"scalars": {"loss": norm}, "nan_buffers": ("a", "b")} | values
+    record = StepRecord(
+        step=5, wall_time=1.5, full=True, grad_norms=np.array([norm]),
+        grad_present=np.ones(1, bool), grad_finite=np.isfinite([norm]), **values,
+    )  # fmt: skip
+    return RankRecord(
         rank=1,
         size=8,
-        step=5,
+        record=record,
         sequence=2**50 + 6,
-        parameters=parameters(norm),
         tensors=tensors,
-        values={
-            "wall_time": 1.5,
-            "full": True,
-            "scalars": {"loss": norm},
-            "nan_buffers": ("a", "b"),
-        },
+        stage=1,
+        layout_id="a",
+        layout=encode(layout_of(["layer"])),
+        grad_copies=np.array([2**40]),
+        addends=(Addend(0, np.array([0.1, norm])),),
+        checks=np.array([[0], [-1], [-(2**60) - 1]]),
         batches=(Batch(step=5, rank=1, ids=(2**63, "a")),),
     )
 
@@ -95,9 +78,9 @@ def fields(value: Any) -> Any:
 @pytest.mark.parametrize("values", [(), (0.5, -3e9, 1e-30), (math.nan, -math.inf, 2.0)])
 def test_decoded_records_equal_the_encoded_ones(norm: float, values: tuple[float, ...]) -> None:
     sent = part(norm, table(*values))
-    got = decode(PartialRecord, encode(sent))
+    got = decode(RankRecord, sent.encode())
     assert json.dumps(fields(got)) == json.dumps(fields(sent))
-    assert {type(row) for row in got.tensors.rows} == {Row}
+    assert {type(key) for key in got.tensors.keys} == {TensorKey}
 
 
 def test_decoded_announcements_equal_the_encoded_ones() -> None:
@@ -111,27 +94,27 @@ def test_decoded_announcements_equal_the_encoded_ones() -> None:
     announcement = Announcement(full_step=5, raise_at=7, alert=alert)
     assert decode(Announcement, encode(announcement)) == announcement
     with pytest.raises(ValueError, match="damaged"):
-        decode(Row, encode(announcement))
+        decode(TensorKey, encode(announcement))
 
 
 def test_text_without_utf_8_and_ids_beyond_64_bits_are_sent_as_text() -> None:
-    names, batch = {"wall_time": 1.5, "nan_buffers": ("\ud800",)}, Batch(step=5, ids=(2**70, 7))
-    sent = replace(part(tensors=table(1.0)), values=names, batches=(batch,))
-    got = decode(PartialRecord, encode(sent))
-    assert got.values["nan_buffers"] == (r"\ud800",)
+    batch = Batch(step=5, ids=(2**70, 7))
+    sent = replace(part(tensors=table(1.0), nan_buffers=("\ud800",)), batches=(batch,))
+    got = decode(RankRecord, sent.encode())
+    assert got.record.nan_buffers == (r"\ud800",)
     assert got.batches[0].ids == (str(2**70), 7)
     assert fields(got.tensors) == fields(sent.tensors)
 
 
 def test_a_small_array_does_not_keep_its_message_in_memory() -> None:
-    got = decode(PartialRecord, encode(part(tensors=table(*range(1000)))))
-    small, large = got.parameters.columns["copies"], got.tensors.content.counts
+    got = decode(RankRecord, part(tensors=table(*range(1000))).encode())
+    small, large = got.grad_copies, got.tensors.rows.counts
     assert [one.base is None or one.base.flags.owndata for one in (small, large)] == [True, False]
 
 
 def changed(change: Any) -> bytes:
     """Return a record with a changed value."""
-    content = msgspec.msgpack.decode(encode(part(tensors=table(1.0, 1.0))))
+    content = msgspec.msgpack.decode(part(tensors=table(1.0, 1.0)).encode())
     return msgspec.msgpack.encode(change(content))
 
 
@@ -148,7 +131,7 @@ def set_to(*path: int | str, value: Any) -> Any:
 
 def copies(*column: Any) -> bytes:
     """Return a record with another column: its shape and values."""
-    return changed(set_to("parameters", "columns", "copies", value=column))
+    return changed(set_to("grad_copies", value=column))
 
 
 def eight(code: int) -> Ext:
@@ -161,8 +144,8 @@ def eight(code: int) -> Ext:
     [
         b"",
         b"\xff" * 50,
-        encode(part())[:-1],
-        encode(part()) + b"?",
+        part().encode()[:-1],
+        part().encode() + b"?",
         pickle.dumps(print),
         msgspec.msgpack.encode(None),
         b"\xdd\xff\xff\xff\xff",
@@ -172,10 +155,10 @@ def eight(code: int) -> Ext:
         changed(set_to("rank", value="1")),
         changed(set_to("rank", value=-1)),
         changed(set_to("size", value=2**50)),
-        changed(set_to("step", value=1.5)),
-        changed(set_to("values", "full", value=1)),
-        changed(set_to("values", "expert_loads", value={"a": [[1], eight(1)]})),
-        changed(set_to("values", value=1)),
+        changed(set_to("record", "step", value=1.5)),
+        changed(set_to("record", "full", value=1)),
+        changed(set_to("record", "expert_loads", value={"a": [[1], eight(1)]})),
+        changed(set_to("record", value=1)),
         copies([2**61], eight(0)),
         copies([-1, -1], eight(0)),
         copies(["1"], eight(0)),
@@ -188,38 +171,47 @@ def eight(code: int) -> Ext:
         copies([1, 1], eight(0)),
         copies([1], eight(1)),
         copies(1),
-        changed(set_to("parameters", "layout", value=b"?")),
-        changed(set_to("parameters", "checks", value=[[1], eight(1)])),
-        changed(set_to("tensors", "content", "columns", value=[[1], eight(0)])),
-        changed(set_to("tensors", "rows", value=[[0]])),
+        changed(set_to("layout", value=b"?")),
+        changed(set_to("checks", value=[[1], eight(1)])),
+        changed(set_to("tensors", "rows", "columns", value=[[1], eight(0)])),
+        changed(set_to("tensors", "keys", value=[[0]])),
     ],
 )
 def test_damaged_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="a message of another rank is damaged"):
-        decode(PartialRecord, data)
+        decode(RankRecord, data)
 
 
 @pytest.mark.parametrize("name", ["columns", "buckets", "counts", "units"])
 def test_tensor_columns_of_different_lengths_are_refused(name: str) -> None:
     complete = table(1.0, 1.0)
-    short = replace(complete.content, **{name: getattr(complete.content, name)[:-1]})
+    short = replace(complete.rows, **{name: getattr(complete.rows, name)[:-1]})
     with pytest.raises(ValueError, match="different lengths"):
-        replace(complete, content=short)
+        replace(complete, rows=short)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"copies": np.ones(2, np.int64)},
-        *({name: np.ones(2, bool)} for name in ("grad_present", "grad_finite")),
-        *({name: np.ones(2)} for name in ("grad_norms", "before")),
-        {"moved": np.ones(2), "parameter_copies": np.ones(1, np.int64)},
-        {"moved": np.ones(1), "parameter_copies": np.ones(2, np.int64)},
-        {"moved": np.ones(1)},  # without its copies
-        *({name: np.ones(1, np.int16)} for name in ("copies", "grad_norms", "grad_present")),
+        {"grad_copies": np.ones(2, np.int64)},
+        {"grad_norms_before_clipping": np.ones(2)},
+        {"update_norms": np.ones(2), "updated_norms": np.ones(2), "parameter_copies": np.ones(1)},
+        {"update_norms": np.ones(1)},  # without its copies
+        {"addends": (Addend(1, np.ones(1)),)},
+        {"checks": np.array([[1], [0], [0]])},
+        *({"record": {name: np.ones(2, bool)}} for name in ("grad_present", "grad_finite")),
+        {"record": {"grad_norms": np.ones(2)}},
     ],
 )
-def test_parameter_columns_of_another_length_or_type_are_refused(changed: dict[str, Any]) -> None:
-    known = parameters()
+def test_parameter_columns_of_another_length_are_refused(changed: dict[str, Any]) -> None:
+    known = part()
+    if isinstance(own := changed.get("record"), dict):
+        changed = {"record": replace(known.record, **own)}
     with pytest.raises(ValueError, match="different lengths"):
-        replace(known, columns={**known.columns, **changed})
+        replace(known, **changed)
+
+
+def test_fields_of_rank_0_and_those_that_nothing_merges_are_not_sent() -> None:
+    own = part(random_states={"cpu": b"1"}, loss_tag="loss", groups=np.array([0]))
+    sent = decode(RankRecord, own.encode()).record
+    assert (sent.random_states, sent.loss_tag, sent.groups.size) == ({}, None, 0)

@@ -64,9 +64,16 @@ def test_the_reference_has_all_arguments_with_their_defaults() -> None:
     assert documented == {one.name: repr(one.default) for one in parameters}
 
 
+def test_the_table_in_the_readme_has_each_kind_of_alert() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Faults it finds")[2]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)))
+    kinds = [line.split()[0] for line in lines("help") if line.startswith("  ")]
+    assert sorted(listed) == sorted(kinds)
+
+
 def test_readme_and_docs_name_the_kinds_that_are_notes() -> None:
     text = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
-    [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\n", text, re.DOTALL)
+    [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\s", text, re.DOTALL)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [first] = re.findall(r"\n\n(`\w+`, [^|]*?) are\s+\[notes\]", readme)
     notes = {line.split()[0] for line in lines("help") if line.split()[1:2] == ["note"]}

@@ -136,9 +136,11 @@ def test_ranks_connect_although_an_earlier_run_left_its_address(four: Ranks) -> 
 
 
 def test_ranks_of_different_pace_raise_at_the_end_of_the_same_step(four: Ranks) -> None:
-    every(four, "open")
-    every(four, "send", [0])
-    four[0].do("got", 0)
+    """The last one is connected and has sent nothing."""
+    every(four, "open", timeout_s=PATIENT_S)
+    every(four[:3], "send", [0])
+    for rank in range(1, 4):
+        four[0].do("wait_until_expecting", rank)
     for process in four:
         process.do("train", 100_000, pause_s=0.001 * (1 + 3 * process.rank))
     four[0].do("alert")

@@ -260,7 +260,7 @@ def test_ranks_share_the_measurement_of_replicated_parameters(
     """Under DDP, each rank measures its own outputs."""
     parts = every(two_ranks, "call", logging_ranks.first_sent, "ddp", tmp_path)
     weights, outputs = (
-        [[row.name for row in part.tensors.rows if row.kind == kind] for part in parts]
+        [[key.name for key in part.tensors.keys if key.kind == kind] for part in parts]
         for kind in ("weights", "outputs")
     )
     assert [len(names) for names in weights] == [7, 7]
@@ -271,7 +271,7 @@ def test_ranks_share_the_measurement_of_replicated_parameters(
 def test_flat_parameters_are_not_compared(two_ranks: Ranks, tmp_path: Path) -> None:
     """Shards with equal initial values, such as biases, are no replicas."""
     for part in every(two_ranks, "call", logging_ranks.first_sent, "fsdp1", tmp_path):
-        assert part.parameters.checks.size == 0
+        assert part.checks.size == 0
 
 
 def test_a_gradient_that_is_a_large_sum_over_ranks_is_logged_once(

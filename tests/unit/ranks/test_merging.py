@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,24 +19,19 @@ from telemetry.ranks.merging import (
     MergedRecords,
     MergedStep,
     differing,
-    merge_parameters,
+    merge_column,
     merge_tensors,
     with_whole_units,
 )
-from telemetry.ranks.partial_record import (
-    ParameterPart,
-    PartialRecord,
-    Row,
-    TensorTable,
-    decode,
-)
+from telemetry.ranks.rank_record import RankRecord, TensorKey, TensorTable, decode
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import AttentionHeads, Parameter, Spread
 from telemetry.records.sketch import sketch_array
+from telemetry.records.step import By
 from tests.helpers.known_runs import layout_of
 from tests.helpers.moments_close import assert_moments_close
 
-ROW = Row(0, "weights", "layer.weight")
+KEY = TensorKey(0, "weights", "layer.weight")
 VALUES = st.floats(allow_nan=True, allow_infinity=True, width=32)
 SHARDS = st.lists(arrays(np.float32, st.integers(0, 20), elements=VALUES), min_size=1, max_size=6)
 
@@ -47,20 +41,18 @@ def record_of(values: NDArray[Any], **units: Any) -> TensorRecord:
 
 
 def table(values: NDArray[Any], **shard: Any) -> TensorTable:
-    return TensorTable.of({ROW: LocalShard(**shard)}, record_of(values).rows)
+    return TensorTable.of({KEY: LocalShard(**shard)}, record_of(values).rows)
 
 
-def merge(parts: Sequence[PartialRecord]) -> MergedStep:
+def merge(parts: Sequence[RankRecord]) -> MergedStep:
     merged = MergedStep(parts[0])
     for one in parts[1:]:
         merged.add(one)
     return merged
 
 
-def record_from(parts: Sequence[PartialRecord]) -> StepRecord:
-    record = MergedRecords().record(merge(parts))
-    assert record is not None
-    return record
+def record_from(parts: Sequence[RankRecord]) -> StepRecord:
+    return MergedRecords().record(merge(parts))
 
 
 @pytest.mark.slow
@@ -74,7 +66,7 @@ def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
         size = data.draw(st.integers(2, len(tables)))
         tables = [merge_tensors(tables[:size]), *tables[size:]]
     whole = sketch_array(np.concatenate(shards))
-    got = with_whole_units(tables[0])[ROW].sketch
+    got = with_whole_units(tables[0])[KEY].sketch
     assert_moments_close(got, whole, rtol=1e-13)
     np.testing.assert_array_equal(got.buckets, whole.buckets)
     np.testing.assert_array_equal(got.counts, whole.counts)
@@ -92,30 +84,34 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
     parts = [part(rank, norm) for rank, norm in enumerate(norms)]
     copies = [part(10, 1e301, copy=3), *parts, part(11, math.nan, copy=2)]
     for several in (parts, data.draw(st.permutations(copies))):
-        own = [one.parameters for one in several if one.parameters is not None]
-        merged = merge_parameters([(one, np.array([1])) for one in own], 2)
-        assert merged["grad_norms"].tolist() == [
+        columns = {"grad_norms": By.NORM, "grad_present": By.ANY, "grad_finite": By.ALL}
+        norm, present, finite = (
+            merge_column(
+                by, [(getattr(o.record, name), o.grad_copies, np.array([1])) for o in several], 2
+            ).tolist()
+            for name, by in columns.items()
+        )
+        assert norm == [
             pytest.approx(math.nan, nan_ok=True),
             pytest.approx(whole, rel=1e-14, nan_ok=True),
         ]
-        assert merged["grad_present"].tolist() == [False, True]
-        assert merged["grad_finite"].tolist() == [True, bool(np.isfinite(norms).all())]
-        assert "before" not in merged
+        assert present == [False, True]
+        assert finite == [True, bool(np.isfinite(norms).all())]
 
 
 def test_units_of_several_shards_are_joined_if_complete() -> None:
     low = np.array([1, 2], np.float32)
     pieces = [
         TensorTable.of(
-            {ROW: LocalShard(piece=rank % 2, pieces=2)},
+            {KEY: LocalShard(piece=rank % 2, pieces=2)},
             record_of(low, unit_min=low - rank, unit_max=low + rank).rows,
         )
         for rank in range(4)
     ]
-    record = with_whole_units(merge_tensors(pieces))[ROW]
+    record = with_whole_units(merge_tensors(pieces))[KEY]
     np.testing.assert_array_equal(record.unit_min, [-1, 0, -2, -1])
     np.testing.assert_array_equal(record.unit_max, [3, 4, 4, 5])
-    incomplete = with_whole_units(merge_tensors(pieces[::2]))[ROW]
+    incomplete = with_whole_units(merge_tensors(pieces[::2]))[KEY]
     assert incomplete.unit_min is None
 
 
@@ -127,12 +123,11 @@ def test_figures_are_means_and_spreads_of_the_ranks_that_have_them(
     logged: list[dict[str, float]],
 ) -> None:
     """The lowest rank of each extreme is named."""
-    parts = [
-        PartialRecord(rank=rank, size=5, step=0, values={"scalars": own, "usage": own})
-        for rank, own in enumerate(logged)
-    ]
-    step = merge(parts[::-1])
-    means, spreads = step.figures("scalars")
+    records = [StepRecord(step=0, scalars=own, usage=own) for own in logged]
+    parts = [RankRecord(rank=rank, size=5, record=own) for rank, own in enumerate(records)]
+    record = record_from(parts[::-1])
+    assert record.ranks is not None
+    means, spreads = record.scalars, record.ranks.scalars
     assert means.keys() == {name for own in logged for name in own}
     for name, mean in means.items():
         values = {rank: own[name] for rank, own in enumerate(logged) if name in own}
@@ -145,7 +140,7 @@ def test_figures_are_means_and_spreads_of_the_ranks_that_have_them(
         assert spreads[name] == Spread(
             low=values[low], low_rank=low, high=values[high], high_rank=high
         )
-    assert step.figures("usage")[1] == spreads
+    assert record.ranks.usage == spreads
 
 
 @pytest.mark.parametrize(
@@ -187,7 +182,7 @@ def record_with(stages: Sequence[int], **of_ranks: Sequence[Any]) -> StepRecord:
         )
         for rank, stage in enumerate(stages)
     ]  # fmt: skip
-    return record_from([decode(PartialRecord, encode(one)) for one in parts])
+    return record_from([decode(RankRecord, one.encode()) for one in parts])
 
 
 def test_heads_have_the_largest_logit_and_the_mean_entropy_of_the_ranks() -> None:
@@ -219,21 +214,18 @@ def test_tokens_of_experts_add_up_over_the_ranks_of_a_stage() -> None:
 @pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 1)])
 def test_repeated_ranks_and_other_steps_are_refused(rank: int, step: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} sent step {step}"):
-        merge([part(0, 1.0), replace(part(rank, 1.0), step=step)])
+        merge([part(0, 1.0), part(rank, 1.0, step=step)])
 
 
-def part(rank: int, norm: float, *, stage: int = 0, copy: int = 0, **values: Any) -> PartialRecord:
-    """Return the partial record of a rank with a shard of one gradient."""
-    own = ParameterPart(
-        stage=stage,
-        layout_id="a",
-        layout=encode(layout_of(["layer"])),
-        columns={
-            "copies": np.array([copy]),
-            "grad_norms": np.array([norm]),
-            "grad_present": np.ones(1, bool),
-            "grad_finite": np.isfinite([norm]),
-        },
-    )
-    values |= {"wall_time": 0.0, "nonfinite_parameters": ()}
-    return PartialRecord(rank=rank, size=8, step=0, values=values, parameters=own)
+def part(
+    rank: int, norm: float, *, stage: int = 0, copy: int = 0, step: int = 0, **values: Any
+) -> RankRecord:
+    """Return the record of a rank with a shard of one gradient."""
+    record = StepRecord(
+        step=step, grad_norms=np.array([norm]), grad_present=np.ones(1, bool),
+        grad_finite=np.isfinite([norm]), **values,
+    )  # fmt: skip
+    return RankRecord(
+        rank=rank, size=8, record=record, stage=stage, layout_id="a",
+        layout=encode(layout_of(["layer"])), grad_copies=np.array([copy]),
+    )  # fmt: skip
