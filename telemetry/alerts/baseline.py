@@ -449,11 +449,6 @@ class Baseline:
         return not counts or self._examples[-1][1] >= shared.HALF_MORE * median(counts)
 
     @property
-    def is_young(self) -> bool:
-        """Whether training can hardly have changed the model yet."""
-        return self.age < shared.RECENT
-
-    @property
     def large_start(self) -> tuple[str, str]:
         """Module of one matrix that started far too large, and that as a cause, in the first steps.
 

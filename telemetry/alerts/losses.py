@@ -364,7 +364,7 @@ class LossDivergence(Detector):
         now = record.finite_loss
         if self.active_alert is not None or now is None:
             return None
-        is_new = baseline.is_young and loss.excess > shared.JUMP
+        is_new = baseline.age < shared.RECENT and loss.excess > shared.JUMP
         enough = self.losses - (is_new or baseline.follows_rate_jump)
         # With fewer than a hundred steps, the best loss may be luck.
         lost = loss.losses_lost >= shared.RECENT and baseline.age > shared.LENGTH
