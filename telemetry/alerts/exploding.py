@@ -157,7 +157,7 @@ class ExplodingGradient(Detector):
         if not lasts:
             self._from_loss = None
         elif self._from_loss is None and not math.isnan(now) and self._gains:
-            usual = median_high([gain for gain, _ in self._gains])
+            usual = median_high([amplified for amplified, _ in self._gains])
             self._from_loss = max(norm.above_window - now + usual, 0.0)
         self._may_be_from_loss = lasts and self._from_loss is None and len(self._gains) > 0
         from_loss, decades = self._from_loss or 0.0, math.log10(self.factor)
