@@ -55,6 +55,7 @@ def overview(data: RunData) -> dict[str, Any]:
             {
                 "name": layer.name,
                 "type": layer.type_name,
+                "role": _role(layer),
                 "code": layer.code,
                 "hasPictures": not pictured.isdisjoint(layer.places),
                 "state": state,
@@ -74,6 +75,18 @@ def overview(data: RunData) -> dict[str, Any]:
         "resumed": run.resumed,
         "estimated": data.estimated(),
     }
+
+
+def _role(layer: Layer) -> str:
+    """Return the part of a module's path after its last index; its class without one.
+
+    ``blocks.3.attn.qkv`` has the role ``attn.qkv``, ``blocks.3.mlp.0`` the role ``mlp``.
+    """
+    path = layer.name.split(".")
+    while path and path[-1].isdecimal():
+        path.pop()
+    indices = [place for place, part in enumerate(path) if part.isdecimal()]
+    return ".".join(path[indices[-1] + 1 :]) if indices else layer.type_name
 
 
 def onsets(run: RunData, step: int) -> dict[str, Any]:

@@ -56,8 +56,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
         routes: dict[str, Callable[[wrappers.Request], Any]] = {
             "/static/*": self._serve_static,
-            "/runs": self._serve_runs,
-            "/run_table": lambda r: self._rows(self._runs.all(_experiment(r))),
+            "/runs": lambda r: self._rows(self._runs.all(_experiment(r))),
             "/run": self._serve_run,
             "/onsets": lambda r: payloads.onsets(self._run(r), number(r, "step")),
             "/matrix": self._serve_matrix,
@@ -80,11 +79,6 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         if name not in self._static:
             raise NotFound(f"file not found: {name}")
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
-
-    def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        names = ("name", "lastStep", "started", "alertCount")
-        rows = self._rows(self._runs.all(_experiment(request)))
-        return [{name: row[name] for name in names} for row in rows]
 
     def _rows(self, runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
         now_s = time.time()

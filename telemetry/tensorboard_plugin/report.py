@@ -126,7 +126,7 @@ def report_html(
         style=files["style.css"].decode(),
         comparison=_comparison(runs, overviews, rows) if len(runs) > 1 else "",
         faults=faults,
-        script=_base64(f"{bundle(files, 'report_page.js')}\nrender();".encode()),
+        script=_base64(f"{bundle(files, 'index.js')}\nrenderReport();".encode()),
         data=_script_json(
             {
                 "table": json_util.Cleanse(rows),

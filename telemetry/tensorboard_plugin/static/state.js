@@ -3,17 +3,15 @@
 /** Values of a text; "" is as good as none. */
 const text = (initial = "") => ({ initial, encode: (value) => value, decode: (found) => found });
 
-/** One of a few words; the first one is not written. */
 const oneOf = (...words) => ({
   initial: words[0],
   encode: (value) => (value === words[0] ? "" : value),
   decode: (found) => (words.includes(found) ? found : words[0]),
 });
 
-/** Whether something is so, which a word says. */
-const flag = (word, isWorth = () => true) => ({
+const flag = (word) => ({
   initial: false,
-  encode: (value, state) => (value && isWorth(state) ? word : ""),
+  encode: (value) => (value ? word : ""),
   decode: (found) => found === word,
 });
 
@@ -69,8 +67,7 @@ const TABLE = {
   folded: set,
   zoom, // a view; null: what a run opens with
   layer, // the selected one
-  // Whether the last click was in the other run.
-  of: flag("other", ({ other, layer: chosen, alert }) => other && (chosen !== null || alert)),
+  of: flag("other"), // whether the last click was in the other run
   step: number(Number.isFinite),
   alert: text(), // the chosen one: see `keyOfAlert`
   onsets: number(Number.isFinite), // the step around which the layers that changed first are listed
@@ -90,7 +87,7 @@ const TABLE = {
 const NEW_ENTRY = ["run", "other", "zoom"]; // the browser's Back undoes a change of these
 
 export function toLink(state) {
-  return Object.fromEntries(Object.entries(TABLE).map(([name, { encode }]) => [name, encode(state[name], state)]));
+  return Object.fromEntries(Object.entries(TABLE).map(([name, { encode }]) => [name, encode(state[name])]));
 }
 
 /** The state in a link; initial values for what is missing or invalid. */
@@ -101,10 +98,9 @@ export function fromLink(link) {
 
 /** Whether the browser's Back should lead from one state to the one before. */
 export function isEntry(before, after) {
-  return NEW_ENTRY.some((name) => TABLE[name].encode(before[name], before) !== TABLE[name].encode(after[name], after));
+  return NEW_ENTRY.some((name) => TABLE[name].encode(before[name]) !== TABLE[name].encode(after[name]));
 }
 
-/** A key that identifies an alert within its run, also after a reload. */
 export function keyOfAlert({ step, kind, module_name: culprit }) {
   return [step, kind, culprit ?? ""].join(" ");
 }

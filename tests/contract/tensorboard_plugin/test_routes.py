@@ -54,15 +54,14 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
 
 
 def test_runs_are_listed_with_status_last_step_hparams_loss_and_alert(client: Client) -> None:
-    [listed] = client.json("runs")
-    assert (listed["name"], listed["lastStep"]) == ("demo", 39)
-    [run] = client.json("run_table")
-    assert (run["name"], run["status"], run["hparams"]) == ("demo", "live", {"lr": 0.5, "n": "a"})
+    [run] = client.json("runs")
+    assert (run["name"], run["status"], run["lastStep"]) == ("demo", "live", 39)
+    assert run["hparams"] == {"lr": 0.5, "n": "a"}
     least = pytest.approx(0.05)
     assert run["loss"] == {"tag": "loss", "last": least, "best": least}
     alert = {"kind": "exploding_gradient", "severity": "error", "step": 7, "module_name": HOSTILE}
     assert (run["alert"], run["alertCount"]) == (alert | {"resolved": False}, 1)
-    assert client.json("run_table") == [run]
+    assert client.json("runs") == [run]
 
 
 def test_onsets_are_empty_at_a_late_step_and_null_at_an_early_one(client: Client) -> None:
@@ -74,6 +73,7 @@ def test_onsets_are_empty_at_a_late_step_and_null_at_an_early_one(client: Client
 def test_the_overview_of_a_run_has_its_layers_statistics_and_alerts(client: Client) -> None:
     run = client.json("run", run="demo")
     assert [layer["name"] for layer in run["layers"]] == ["a", HOSTILE]
+    assert run["layers"][0]["role"] == run["layers"][0]["type"] == "Linear"
     assert run["layers"][0]["parameters"] == [{"name": "a.weight", "shape": [2, 3]}]
     names = {statistic["name"] for statistic in run["statistics"]}
     assert {"grad_norm", "grad_rms", "grad_share", "activation_rms", "update_ratio"} <= names
@@ -172,7 +172,8 @@ def test_the_page_is_listed_and_served_with_its_modules(client: Client) -> None:
     assert response.status_code == 200
     assert response.content_type.startswith("text/javascript")
     keywords = re.findall(r"^(import .*|export .*)", response.text, re.MULTILINE)
-    assert keywords == ["export const { render } = $index;"]  # all modules in one request
+    # All modules are in one request.
+    assert keywords == ["export const { render, renderReport } = $index;"]
     assert client.request("static/state.js").status_code == 200
     assert client.request("static/style.css").content_type.startswith("text/css")
 
@@ -261,7 +262,7 @@ def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: 
     client = open_client(tmp_path)
     run = client.json("run", run="early")
     assert (run["layers"], len(run["alerts"])) == ([], 1)
-    [row] = client.json("run_table")
+    [row] = client.json("runs")
     assert (row["status"], row["alertCount"]) == ("ended", 1)
     assert row["started"] > 1e9
     matrix = {"run": "early", "statistic": "grad_norm"}
