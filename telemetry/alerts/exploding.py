@@ -364,8 +364,8 @@ def backward_growth(record: StepRecord) -> Growth:
 
 
 def norm_before_clipping(record: StepRecord) -> float:
-    """Return the norm of all gradients before clipping, or as the optimizer used them."""
-    return record.total_grad_norm_before_clipping or record.total_grad_norm
+    """Return the norm of all gradients before clipping, which only makes it smaller."""
+    return max(record.total_grad_norm_before_clipping or 0.0, record.total_grad_norm)
 
 
 def gain(record: StepRecord) -> float:
