@@ -227,7 +227,6 @@ def test_no_tuple_is_filled_by_a_generator() -> None:
 TESTS = ROOT / "tests"
 PUBLIC = ("telemetry", "telemetry.testing", "telemetry.interventions", "telemetry.version")
 MATHEMATICS = (
-    "unit/alerts/test_baseline.py",
     "unit/layers/test_layers.py",
     "unit/layers/test_module_types.py",
     "unit/layers/test_onset.py",
