@@ -282,8 +282,8 @@ class Norm:
         """Whether the last one is within a factor of five of those before."""
         return max(self.above_all, self.below) < shared.FAR_ABOVE
 
-    def add(self, total: float, step: int) -> None:
-        """Add the finite norm of one step."""
+    def add(self, total: float, step: int, interval: float) -> None:
+        """Add the finite norm of one step; ``interval``: typical distance of recorded steps."""
         self.above_all = self.above_window = self.below = 0.0
         if total == 0:
             return
@@ -292,7 +292,8 @@ class Norm:
             lowest, highest = self._window.extremes_of_all
             self.above_all, self.below = level - highest, lowest - level
             self.above_window = level - self._window.highest
-            if self.above_all >= shared.FAR_ABOVE and step - self.jump_step > shared.LATEST:
+            ago = step - self.jump_step
+            if self.above_all >= shared.FAR_ABOVE and ago > shared.LATEST * interval:
                 self.jump_step = step
         self._window.add(level, unusual=self.above_all > math.log10(shared.THIRTYFOLD))
 
@@ -412,7 +413,7 @@ class Baseline:
         if (loss := record.finite_loss) is not None:
             self.loss.add(record.step, loss)
         if record.all_grads_finite:
-            self.norm.add(record.total_grad_norm, record.step)
+            self.norm.add(record.total_grad_norm, record.step, self.interval)
             self.layers.add(record)
         if record.examples:
             self._examples.append((record.step + record.loss_delay, record.examples))
@@ -505,8 +506,8 @@ class Baseline:
 
     @property
     def since_norm_jump(self) -> int:
-        """Steps since the gradient norm jumped."""
-        return self.step - self.norm.jump_step
+        """Recorded steps since the gradient norm jumped."""
+        return round((self.step - self.norm.jump_step) / self.interval)
 
     @property
     def gradients_led(self) -> bool:
