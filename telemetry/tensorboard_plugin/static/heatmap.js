@@ -65,9 +65,7 @@ function drawBracket({ context, box, view, theme }, { depth, first, last }) {
   if (bottom < box.y || top > box.y + box.height) return;
   context.strokeStyle = context.fillStyle = theme.muted;
   context.lineWidth = 1.5;
-  context.globalAlpha = 0.7;
   line(context, x, top, x, Math.max(bottom, top + 1));
-  context.globalAlpha = 1;
   if (bottom - top < 8) return;
   drawShape(context, x, Math.max(top, box.y), [[-4, 0], [4, 0], [0, 6]]);
 }
