@@ -41,14 +41,14 @@ _Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Header and arrays."""
 
 
-def overview(data: RunData) -> dict[str, Any]:
+def overview(run: RunData) -> dict[str, Any]:
     """Return layers, statistics, alerts and hyperparameters of a run.
 
     It raises NewerFormatError if a later version has written it.
     """
-    data.check_format()
-    run, states = data.overview(), data.training_states()
-    pictured = builtin_tags.places_of_images(data.source.tags("images"))
+    run.check_format()
+    states = run.training_states()
+    pictured = builtin_tags.places_of_images(run.source.tags("images"))
     return {
         "version": run.version,
         "layers": [
@@ -69,11 +69,11 @@ def overview(data: RunData) -> dict[str, Any]:
             for statistic in PAGE_STATISTICS
             if statistic.measured_in is None or statistic.name in run.statistics
         ],
-        "lastStep": run.last_step,
+        "lastStep": run.last_step or 0,
         "alerts": [{**json_plain(alert), "message": alert.message} for alert in run.alerts],
-        "hparams": data.hyperparameters(),
+        "hparams": run.hyperparameters(),
         "resumed": run.resumed,
-        "estimated": data.estimated(),
+        "estimated": run.estimated(),
     }
 
 
@@ -97,7 +97,7 @@ def onsets(run: RunData, step: int) -> dict[str, Any]:
         asdict(onset) | ({} if math.isfinite(onset.factor) else {"factor": "Infinity"})
         for onset in (found or ())[:MAX_ONSETS]
     ]
-    layers = sum(bool(layer.parameters) for layer in run.overview().layers)
+    layers = sum(bool(layer.parameters) for layer in run.layers)
     return {"onsets": None if found is None else shown, "count": len(found or ()), "layers": layers}
 
 

@@ -35,18 +35,6 @@ def test_the_writer_is_left_as_it_is(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_steps_are_in_the_file_of_the_writer_when_the_logger_is_flushed(tmp_path: Path) -> None:
-    writer = SummaryWriter(tmp_path)
-    run = TinyRun(writer)
-    run.train(3)
-    run.logger.flush()
-    assert steps_by_file(tmp_path) == [[0, 1, 2]]
-    run.train(1)
-    run.logger.close()
-    writer.close()
-    assert steps_by_file(tmp_path) == [[0, 1, 2, 3]]
-
-
 def step_after_a_close(log_dir: Path) -> tuple[SummaryWriter, TinyRun]:
     """Train one step before the user closes the writer, and one after it."""
     writer = SummaryWriter(log_dir)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -200,20 +199,6 @@ def test_each_alert_has_a_separate_tag_and_is_read_back_as_it_was(tmp_path: Path
 # --- what the page reads -------------------------------------------------------------------------
 
 
-def test_norms_of_every_step_and_statistics_of_full_steps_are_read_back(tmp_path: Path) -> None:
-    norms: list[float] = []
-    rules = [lambda record: norms.append(record.total_grad_norm) or ()]
-    tiny = TinyRun(tmp_path, every_n_steps=10, alerts=rules)
-    tiny.train(57)
-    tiny.logger.close()
-    layers = telemetry.read(tmp_path).layers
-    found = layers[layers.statistic == "grad_norm"]
-    assert found.step.tolist() == list(range(57))
-    assert found.value.to_numpy() == pytest.approx(np.float32(norms), rel=1e-5)
-    full = layers[(layers.statistic == "nonfinite") & (layers.module_name != "model input")]
-    assert full.step.tolist() == list(range(0, 57, 10))
-
-
 def test_a_change_of_the_model_keeps_the_steps_before_it(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -228,20 +213,6 @@ def test_a_change_of_the_model_keeps_the_steps_before_it(tmp_path: Path) -> None
     norms = layers[layers.statistic == "grad_norm"]
     assert norms[norms.module_name == "0"].step.tolist() == [0, 1, 2, 3]
     assert norms[norms.module_name == "1"].step.tolist() == [2, 3]
-
-
-def test_steps_that_begin_again_replace_the_earlier_ones(tmp_path: Path) -> None:
-    tiny = TinyRun(tmp_path)
-    tiny.train(2)
-    state = tiny.logger.state_dict()
-    tiny.train(2)
-    tiny.logger.load_state_dict(state)
-    tiny.train(3)
-    tiny.logger.close()
-    layers = telemetry.read(tmp_path).layers
-    assert layers[layers.statistic == "grad_norm"].step.tolist() == [0, 1, 2, 3, 4]
-    shown = Board(open_slow(tmp_path)).scalars()["."]["count"]
-    assert [step for step, _ in shown] == [0, 1, 2, 3, 4]
 
 
 # --- settings of dashboards ----------------------------------------------------------------------

@@ -282,6 +282,8 @@ def test_forked_children_neither_hang_nor_write(tmp_path: Path) -> None:
     )
     assert steps_by_file(tmp_path / "run") == [list(range(32))]
     assert steps_by_file(tmp_path / "run", "child") == [[]]
+    layers = telemetry.read(tmp_path / "run").layers
+    assert layers[layers.statistic == "grad_norm"].step.tolist() == list(range(32))
     assert "Traceback" not in log
 
 

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
 from tests.helpers.board import ReadBoard
-from tests.helpers.disks import FreezableDisk, fill
+from tests.helpers.disks import fill
 from tests.helpers.scripts import run_script
 from tests.helpers.tiny_run import TinyRun, event_files, events_of, steps_by_file, steps_of
 
@@ -247,17 +247,6 @@ def test_a_file_size_limit_leads_to_more_files(tmp_path: Path, steps_per_flush: 
 
 
 # --- disks that hang, directories without permission ---------------------------------------------
-
-
-def test_a_hanging_disk_does_not_block_training_and_later_has_all_steps(
-    freezable_disk: FreezableDisk,
-) -> None:
-    run = TinyRun(freezable_disk.path / "run")
-    run.logger.flush()
-    with freezable_disk.frozen():
-        run.train(300)  # would never end
-    run.logger.close()
-    assert steps_by_file(freezable_disk.path / "run") == [list(range(300))]
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="no users to change to")

@@ -109,7 +109,7 @@ def test_two_writers_in_one_directory_are_reported(
     other = nn.Linear(3, 2)
     with HookLogger(model, tmp_path), HookLogger(other, tmp_path):
         [message] = caplog.messages
-    assert f"{WRITTEN_TO} or another one, also writes to {tmp_path}," in message
+    assert f"{WRITTEN_TO} or another one, also writes to {tmp_path}:" in message
     assert "its own directory" in message
     with HookLogger(model, tmp_path):
         pass

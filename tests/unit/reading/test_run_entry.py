@@ -55,7 +55,6 @@ def test_each_run_of_a_directory_has_a_row(tmp_path: Path) -> None:
     names = ["a", "a@first"]
     client = Client(open_slow(tmp_path), tmp_path)
     assert [row["name"] for row in client.json("runs")] == names
-    assert [row["name"] for row in client.json("runs")] == names
     assert client.json("run", run="a@first")["lastStep"] == 1
     assert [row["run"] for row in records("runs", tmp_path)] == names
     assert records("summary", tmp_path / "a@first")
