@@ -22,7 +22,7 @@ from telemetry.alerts import shared
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.onset import LEAD, LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all, figure
-from telemetry.records import StepRecord, once
+from telemetry.records import Layout, StepRecord, once
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 
@@ -387,6 +387,7 @@ class Baseline:
     # Modules and sizes of their matrices at the first full step, relative to He initialization: a
     # root mean square of sqrt(2 / fan_in) (He et al., "Delving Deep into Rectifiers", 2015).
     _first_sizes: tuple[tuple[str, float], ...] = ()
+    classes: int = 0  # units of the last output; of the widest matrix if unknown
     batches_vary: bool = False  # whether full steps had very different numbers of examples
     _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
@@ -421,6 +422,9 @@ class Baseline:
             self.step_ratio, self._ratio_rate = median(ratios), self.rate
             if self.step_ratio >= shared.LARGE_STEP:
                 self.large_step = record.step
+        if record.full and len(record.activations):
+            widths = [record.layout.parameters[i].shape[0] for i in record.layout.matrices.values()]
+            self.classes = int(record.activations.rows.unit_count[-1]) or max(widths, default=0)
         if not self._first_sizes:
             self._first_sizes = tuple(_sizes_over_he(record))
 
@@ -536,6 +540,14 @@ def matrix_ratios(record: StepRecord) -> dict[str, float]:
     """Return the finite update ratios of the weight matrices, by name."""
     matrices, ratios = record.layout.matrices, record.update_ratios.items()
     return {name: r for name, r in ratios if name in matrices and math.isfinite(r)}
+
+
+@once
+def with_matrices(layout: Layout) -> Marks:
+    """Mark the modules with a weight matrix among those that own parameters."""
+    matrices = np.array([*layout.matrices.values()], np.intp)
+    counts = np.bincount(layout.owners[matrices], minlength=len(layout.modules))
+    return counts[layout.owning] > 0
 
 
 @once

@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, StepRecord
-from telemetry.measure import Measurements
 from tests.helpers.hand import assert_logged, by_hand
 from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, needs_observable_graphs
@@ -154,31 +153,6 @@ def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path)
 
     outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
     assert_values(outcome, whole, make)
-
-
-@observed
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    broken: bool,
-) -> None:
-    add_all = Measurements.add_all
-
-    def add_wrongly(own: Measurements, some: list[Tensor], **asked: Any) -> list[int | None]:
-        is_right = len(some) > 1 or some[0].min() < 0
-        return add_all(own, some, **asked) if is_right else [0]
-
-    if broken:  # a ReLU is recorded as the layer before
-        monkeypatch.setattr(Measurements, "add_all", add_wrongly)
-    with HookLogger(model := Net(), tmp_path, every_n_steps=2):
-        for _ in loop_with(whole, steps=4)(model, None):
-            pass
-    told = [r.getMessage() for r in caplog.records if "than PyTorch computes" in r.getMessage()]
-    assert len(told) == broken
-    if told:
-        assert "the first being outputs of blocks.0.relu" in told[0]
 
 
 @observed
