@@ -19,12 +19,12 @@ export function listRuns(page, table, filter = page.state.filter) {
   page.refresh();
 }
 
-/** Selects a cell, and shows it; the drawer opens. `more`: further changes of the state. */
-export function select(page, name, step, more = {}) {
+/** Selects a cell, and shows it; the drawer opens. */
+export function select(page, name, step) {
   const row = rowOfLayer(page.rows(page.current), page.current.indexOf(name));
   const view = page.zoom && reveal(page.view(), step, row, page.whole());
   const zoom = view && limit(view, page.whole());
-  page.update({ layer: name, step, side: true, ...(zoom ? { zoom } : {}), ...more });
+  page.update({ layer: name, step, side: true, ...(zoom ? { zoom } : {}) });
   page.announceSelection();
 }
 
@@ -80,7 +80,7 @@ function moveAlert(page, direction) {
 
 /** Goes to an alert: its layer is selected; its statistic and the steps around it are shown. */
 export function chooseAlert(page, alert) {
-  const panel = page.panels.find((known) => known.alerts.includes(alert)) ?? page.panels[0];
+  const panel = page.panels.find((known) => known.alerts.includes(alert));
   const layer = panel.overview.layers[alert.layer];
   const isKnown = panel.overview.statistics.some(({ name }) => name === alert.statistic);
   page.update({
@@ -93,8 +93,8 @@ export function chooseAlert(page, alert) {
   if (layer && rowOfLayer(page.rows(panel), alert.layer) < 0) {
     page.update({ search: "", folded: new Set(), all: true });
   }
-  const around = limit(aroundStep(alert.step, page.whole(), panel.steps(page.statistic)), page.whole());
-  select(page, layer ? layer.name : page.state.layer, alert.step, { zoom: around });
+  select(page, layer ? layer.name : page.state.layer, alert.step);
+  goTo(page, alert.step);
   page.announceSelection(alert);
   page.scrollToTop();
 }

@@ -7,7 +7,7 @@ import { INFINITE_COLORS, NAN_COLORS, scaleText, usualOf } from "./scale.js";
 
 /**
  * A curve has `steps`, ascending, and `values`; `color`, `dash` and `width` of its line; a `label`. It may
- * have the `layer` that it is of; `isStepped`: a value lasts until the next one; `band`: low and high values
+ * have the `layer` or `run` that it is of; `isStepped`: a value lasts until the next one; `band`: low and high values
  * of an area behind it; `raw`: values of a fainter line behind it.
  * @typedef {Object} Curve
  */
@@ -104,8 +104,9 @@ export function drawChart(canvas, options) {
   context.restore();
   const read = (step, y) => {
     const lines = curves.map((curve) => readCurve(curve, step, format));
-    const layer = markNearest(lines, scale, box, y)?.layer;
-    return { step, layer, lines: [...lines, ...second.map((curve) => readCurve(curve, step, formatNumber))] };
+    const { layer, run } = markNearest(lines, scale, box, y) ?? {};
+    const others = second.map((curve) => readCurve(curve, step, formatNumber));
+    return { step, layer, run: run?.name, lines: [...lines, ...others] };
   };
   return { box, view, read };
 }

@@ -122,7 +122,7 @@ export function drawLayerCurves(canvas, shown, hovered) {
   return drawChart(canvas, {
     ...frameOf(shown),
     height: clamp(spare - 40, ...HEIGHTS),
-    curves: curves.map((curve) => (curve.layer === hovered ? { ...curve, width: 3 } : curve)),
+    curves: curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve)),
     fit: compared?.curves ?? [],
     ...axisOf(statistic, scale),
     hasSteps: true,

@@ -16,10 +16,7 @@ export function append(field, newer) {
   const values = new Float32Array(field.values.length + newer.values.length);
   values.set(field.values);
   values.set(newer.values, field.values.length);
-  const steps = new Float64Array(field.steps.length + newer.steps.length);
-  steps.set(field.steps);
-  steps.set(newer.steps, field.steps.length);
-  return { ...field, steps, values };
+  return { ...field, steps: Float64Array.from([...field.steps, ...newer.steps]), values };
 }
 
 /** Row of a layer, −1 if the field does not reach it. */
@@ -194,14 +191,9 @@ export function firstNonfinite(field) {
 
 /** The measured values of a row over time. */
 export function curveAt(steps, values, rowCount, row) {
-  const curve = { steps: [], values: [] };
-  steps.forEach((step, column) => {
-    const value = row < 0 ? -1 : values[column * rowCount + row];
-    if (value < 0) return;
-    curve.steps.push(step);
-    curve.values.push(value);
-  });
-  return curve;
+  const valueIn = (column) => (row < 0 ? -1 : values[column * rowCount + row]);
+  const measured = [...steps.keys()].filter((column) => !(valueIn(column) < 0));
+  return { steps: measured.map((column) => steps[column]), values: measured.map(valueIn) };
 }
 
 /** The steps that all curves have, and the values of the curves at each. */

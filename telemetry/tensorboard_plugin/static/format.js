@@ -45,18 +45,13 @@ export function roundTicks(low, high, count, whole) {
  */
 export function logTicks(low, high, count) {
   const first = Math.floor(Math.log10(low));
-  const last = Math.ceil(Math.log10(high));
-  const inside = (factors, stride, offset = 0) => {
-    const found = [];
-    for (let power = first + offset; power <= last; power += stride) {
-      for (const factor of factors) found.push(Number(`${factor}e${power}`));
-    }
-    return found.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
-  };
-  const choices = [inside([1, 2, 5], 1), inside([1, 3], 1)];
-  for (let stride = 1; stride <= last - first; stride++) {
-    for (let offset = 0; offset < stride; offset++) choices.push(inside([1], stride, offset));
-  }
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - first + 1 }, (_, i) => first + i);
+  const isInside = (tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9);
+  const ticksAt = (power, digits) => digits.map((digit) => Number(`${digit}e${power}`)).filter(isInside);
+  const inside = (...digits) => powers.flatMap((power) => ticksAt(power, digits));
+  const tens = inside(1);
+  const eachNth = tens.map((_, i) => tens.filter((_, at) => at % (i + 1) === 0));
+  const choices = [inside(1, 2, 5), inside(1, 3), ...eachNth];
   const fitting = choices.find((ticks) => ticks.length >= 2 && ticks.length <= Math.max(count, 2));
   return fitting ?? roundTicks(low, high, count, false).filter((tick) => tick > 0);
 }

@@ -8,7 +8,7 @@ import {
 import { columnAt, endOf, rowOf, valueAt } from "./field.js";
 import { clamp, formatStep, formatValue } from "./format.js";
 import { paintIn } from "./heatmap_pixels.js";
-import { moveHair, pointed } from "./parts.js";
+import { moveHair, point, usePointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { bracketsOf, rowOfLayer, rowsByLayer, titleOf } from "./rows.js";
 import { encode, scaleText } from "./scale.js";
@@ -65,9 +65,7 @@ function drawBracket({ context, box, view, theme }, { depth, first, last }) {
   if (bottom < box.y || top > box.y + box.height) return;
   context.strokeStyle = context.fillStyle = theme.muted;
   context.lineWidth = 1.5;
-  context.globalAlpha = 0.7;
   line(context, x, top, x, Math.max(bottom, top + 1));
-  context.globalAlpha = 1;
   if (bottom - top < 8) return;
   drawShape(context, x, Math.max(top, box.y), [[-4, 0], [4, 0], [0, 6]]);
 }
@@ -189,7 +187,7 @@ export function HeatMap({ page, shown }) {
   const [node, canvas, stepHair, rowHair] = [useRef(), useRef(), useRef(), useRef()];
   const own = useRef({ map: null, pointer: null, drag: null }).current;
   const [rectangle, setRectangle] = useState(null); // that is being dragged
-  const at = pointed.use();
+  const at = usePointed();
   useLayoutEffect(() => {
     own.map = drawHeatmap(canvas.current, shown);
     node.current.dataset.plot = Object.values(own.map.box).join(",");
@@ -219,9 +217,9 @@ function hover(page, { map, pointer: { clientX, clientY, offsetX, offsetY } }, n
   node.style.cursor = group !== null ? "pointer" : cell ? "crosshair" : "default";
   if (group !== null) {
     const what = page.state.folded.has(group) ? "click to unfold" : "click to fold";
-    return pointed.set({ ...place, title: group, parts: html`<span>${what}</span>` });
+    return point({ ...place, title: group, parts: html`<span>${what}</span>` });
   }
-  pointed.set(cell && { ...place, ...describe(map, cell) });
+  point(cell && { ...place, ...describe(map, cell) });
 }
 
 /** @param {Object} own `map`: what is drawn; `pointer`: its last event; `drag`: where one began */
@@ -250,7 +248,7 @@ function handlersOf(page, own, rectangle, setRectangle) {
       if (!start) return hover(page, own, event.currentTarget);
       start.hasMoved ||= Math.abs(x - start.x) > CLICK || Math.abs(y - start.y) > CLICK;
       if (!start.hasMoved) return;
-      pointed.set(null);
+      point(null);
       if (!start.isPanning) return setRectangle(rectangleOf(own.map.box, start, x, y));
       pan(start.x - x, start.y - y);
       Object.assign(start, { x, y });
@@ -269,7 +267,7 @@ function handlersOf(page, own, rectangle, setRectangle) {
     onpointercancel: end,
     onpointerleave() {
       own.pointer = null;
-      pointed.set(null);
+      point(null);
     },
     ondblclick: () => unzoom(page),
     /** Moves a zoomed picture, or with a key zooms; else the page scrolls. */

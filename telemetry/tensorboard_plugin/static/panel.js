@@ -5,7 +5,7 @@ import { costsOf, curvesOfLayers, drawLayerCurves, drawProfile, profileWidth, ra
 import { firstDifference, isThinned, valuesOfRows } from "./field.js";
 import { clamp, formatStep } from "./format.js";
 import { HeatMap, RIGHT } from "./heatmap.js";
-import { CurveLegend, Plot, pointed } from "./parts.js";
+import { CurveLegend, Plot, usePointed } from "./parts.js";
 import { html, useMemo } from "./preact.js";
 import { rowOfLayer, titleOf } from "./rows.js";
 import { INFINITE_COLORS, MODES, NAN_COLORS, ZERO_COLOR, drawScale, makeScale, usualOf } from "./scale.js";
@@ -148,17 +148,16 @@ function Panel({ page, shown }) {
 function Profile({ shown, onPick }) {
   const { step0, step1 } = shown.view;
   const middle = Math.floor((step0 + step1) / 2);
-  const step = pointed.use()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
+  const step = usePointed()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
   return html`<${Plot} class="profile" aria-label="${shown.statistic.title} over the depth at step ${step}"
     draw=${(canvas) => drawProfile(canvas, shown, shown.rightOf, step)} onPick=${onPick} />`;
 }
 
 /** Curves of the selected layer and those with alerts; that of the row under the pointer is thick. */
 function LayerCurves({ shown, ...attributes }) {
-  const { panel, rows, curves } = shown;
-  const row = rows[rowOfLayer(rows, panel.indexOf(pointed.use()?.layer))];
-  const hovered = curves.find(({ label }) => label === row?.label)?.layer ?? null;
-  const draw = useMemo(() => (canvas) => drawLayerCurves(canvas, shown, hovered), [shown, hovered]);
+  const { panel, rows } = shown;
+  const row = rows[rowOfLayer(rows, panel.indexOf(usePointed()?.layer))];
+  const draw = useMemo(() => (canvas) => drawLayerCurves(canvas, shown, row?.label), [shown, row?.label]);
   return html`<${Plot} class="curves" draw=${draw} ...${attributes} />`;
 }
 

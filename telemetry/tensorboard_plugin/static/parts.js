@@ -6,34 +6,30 @@ import { clamp, formatStep } from "./format.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { Latest } from "./state.js";
 
-/** A value that components follow and that is no part of the page's state: it changes with the pointer. */
-export class Followed {
-  value = null;
-  followers = new Set();
-
-  set(value) {
-    this.value = value;
-    for (const follow of this.followers) follow(value);
-  }
-
-  /** Within a component: the value; the component is drawn again when it changes. */
-  use() {
-    const [value, follow] = useState(this.value);
-    useLayoutEffect(() => {
-      this.followers.add(follow);
-      return () => this.followers.delete(follow);
-    }, []);
-    return value;
-  }
-}
+let pointed = null;
+const followers = new Set();
 
 /**
- * What is under the pointer: null; or where the crosshair is, `step` and the `layer`'s name, and what the
- * tooltip says, at `x`, `y` in the window: `title`, or the step, with `lines` and other `parts`.
+ * Says what is under the pointer: null; or where the crosshair is, `step` and the `layer`'s name; the name
+ * of a `run`; and what the tooltip says, at `x`, `y` in the window: `title`, or the step, with `lines` and
+ * other `parts`.
  */
-export const pointed = new Followed();
+export function point(at) {
+  pointed = at;
+  for (const follow of followers) follow(at);
+}
 
-addEventListener("scroll", () => pointed.set(null), { capture: true, passive: true }); // the pointer stays behind
+/** Within a component: that; the component is drawn again when it changes. */
+export function usePointed() {
+  const [at, follow] = useState(pointed);
+  useLayoutEffect(() => {
+    followers.add(follow);
+    return () => followers.delete(follow);
+  }, []);
+  return at;
+}
+
+addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
 
 /** Moves a line of the crosshair to a place in pixels; hides it without one. */
 export function moveHair(hair, place) {
@@ -52,14 +48,13 @@ export function useAnswer(page, ...question) {
  * A canvas with the crosshair's line above it.
  * @param {Object} props attributes of the canvas, and
  *   `draw(canvas, width)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its
- *   steps if it is over steps, and `read(step, y, x)`: what is at a place, `step`, `layer`, and the `title`
- *   and `lines` of the tooltip; `width`: that of its place;
- *   `onPoint(found)`: called when the pointer moves, with null when it leaves;
- *   `onPick(found)`: called upon a click
+ *   steps if it is over steps, and `read(step, y, x)`: what is at a place, for `point`; `width`: that of
+ *   its place;
+ *   `onPick(found)`: called upon a click, with what is there
  */
-export function Plot({ draw, onPoint, onPick, ...attributes }) {
+export function Plot({ draw, onPick, ...attributes }) {
   const [place, canvas, hair, plot] = [useRef(), useRef(), useRef(), useRef(null)];
-  const step = pointed.use()?.step ?? null;
+  const step = usePointed()?.step ?? null;
   useLayoutEffect(() => {
     plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
     canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
@@ -76,13 +71,9 @@ export function Plot({ draw, onPoint, onPick, ...attributes }) {
   };
   const onpointermove = (event) => {
     const said = found(event);
-    onPoint?.(said);
-    pointed.set(said && { ...said, x: event.clientX, y: event.clientY });
+    point(said && { ...said, x: event.clientX, y: event.clientY });
   };
-  const onpointerleave = () => {
-    onPoint?.(null);
-    pointed.set(null);
-  };
+  const onpointerleave = () => point(null);
   const onclick = (event) => {
     const picked = found(event);
     if (picked) onPick?.(picked);
@@ -98,7 +89,8 @@ const MARGIN = 6;
 /** Next to the pointer, inside of the window. A popover: it is above dialogs, too. */
 export function Tooltip() {
   const node = useRef();
-  const said = pointed.use();
+  const at = usePointed();
+  const said = at?.x === undefined ? null : at;
   useLayoutEffect(() => {
     const { current } = node;
     if (current.matches(":popover-open")) current.hidePopover(); // a dialog may have opened since

@@ -2,7 +2,7 @@
 
 import { drawChart, isLog, styleOf } from "./chart.js";
 import { aligned } from "./field.js";
-import { CurveLegend, DropDown, Followed, Plot, useAnswer } from "./parts.js";
+import { CurveLegend, DropDown, Plot, useAnswer, usePointed } from "./parts.js";
 import { html, useRef, useState } from "./preact.js";
 
 const MOST = 20; // distinguishable curves
@@ -10,8 +10,6 @@ const AT_ONCE = 20; // runs that are read
 const HEIGHT = 190;
 const DELAY_MS = 200;
 const SEED = /seed/i;
-
-export const hoveredRun = new Followed();
 
 /** @param {Object} props `runs`: rows of the table of runs; `isOpen`: at first; `isOfLoss`: of nothing else */
 export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
@@ -53,13 +51,11 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
 }
 
 function Chart({ curves, theme, title }) {
-  const hovered = hoveredRun.use();
+  const hovered = usePointed()?.run;
   const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
   const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
   const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
-  const onPoint = (found) => hoveredRun.set(found?.lines.find(({ isNearest }) => isNearest)?.label ?? null);
-  return html`<${Plot} draw=${(canvas, width) => drawChart(canvas, { ...options, width })} onPoint=${onPoint}
-    aria-label=${title} />`;
+  return html`<${Plot} draw=${(canvas, width) => drawChart(canvas, { ...options, width })} aria-label=${title} />`;
 }
 
 /** A number for each name: the one that it has, or the lowest free one. */

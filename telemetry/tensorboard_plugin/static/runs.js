@@ -2,9 +2,9 @@
 
 import { capital, faultText, formatNumber, formatStep } from "./format.js";
 import { axesOf, isWithin, Parallel } from "./parallel.js";
-import { Dialog, DropDown } from "./parts.js";
+import { Dialog, DropDown, point, usePointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
-import { hoveredRun, RunCurves } from "./run_curves.js";
+import { RunCurves } from "./run_curves.js";
 
 // Names of metrics that are measured on other data than those of training.
 const VALIDATION = /(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)/i;
@@ -101,7 +101,7 @@ function Table({ page, runs, columns, order, onSort, onChoose, children }) {
     </th>`;
   };
   const row = (run) => html`<tr key=${run.name} data-name=${run.name} class=${run.name === current ? "chosen" : ""}
-    onclick=${() => onChoose(run)} onpointerenter=${() => hoveredRun.set(run.name)} onpointerleave=${() => hoveredRun.set(null)}>
+    onclick=${() => onChoose(run)} onpointerenter=${() => point({ run: run.name })} onpointerleave=${() => point(null)}>
     <td><span class="run-cell">
       <input type="checkbox" aria-label="Draw ${run.name}" checked=${checked.has(run.name)}
         onclick=${(event) => event.stopPropagation() /* else the row is chosen */}
@@ -118,7 +118,7 @@ function Table({ page, runs, columns, order, onSort, onChoose, children }) {
 
 /** Marks the row of the run whose curve is under the pointer. */
 function RowMark({ scroll }) {
-  const name = hoveredRun.use();
+  const name = usePointed()?.run;
   useLayoutEffect(() => {
     for (const row of scroll.current.querySelectorAll("tbody tr")) row.classList.toggle("hovered", row.dataset.name === name);
   });

@@ -19,10 +19,7 @@ export class Source {
     return overview;
   };
 
-  /**
-   * One statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`.
-   * @returns {Promise<import("./field.js").Field>}
-   */
+  /** The field of one statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`. */
   matrix = (run, statistic, part) => this.binary("matrix", { run, statistic, ...part });
 
   scalars = async (run) => items(await this.binary("scalars", { run }), "curves", ["steps", "values"]);

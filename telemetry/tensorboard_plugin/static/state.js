@@ -117,20 +117,16 @@ export function memo(compute) {
   };
 }
 
-/** The answer to the latest question; answers to earlier ones are dropped. */
+/** The answer to the latest question; answers to earlier ones are dropped. `changed()`: called when one has come. */
 export class Latest {
-  /** @param {() => void} changed called when an answer has come */
   constructor(changed) {
     this.changed = changed;
     this.key = this.version = this.answer = null;
   }
 
   /**
-   * The answer to a question; null while it is awaited, `{error}` if asking failed.
-   * @param {string} key of the question
-   * @param {any} version of the data: a new one is asked for behind the old answer
-   * @param {() => Promise<any>} ask
-   * @param {number} delay in ms, for questions that may change at once
+   * The answer to a question; null while it is awaited, `{error}` if asking failed. A new `version` of the data is
+   * asked for behind the old answer; questions that may change at once have a `delay` in ms.
    */
   to(key, version, ask, delay = 0) {
     if (key !== this.key) this.answer = null;
