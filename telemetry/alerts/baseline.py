@@ -393,6 +393,7 @@ class Baseline:
     _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
+    _input_rms: float = 0.0  # root mean square at the last full step
     _rates: deque[float]
     _of_groups: tuple[float, ...] = ()
     _groups: dict[str, set[int]]  # of each module's own parameters, in forward order
@@ -428,6 +429,8 @@ class Baseline:
             self.classes = int(record.activations.rows.unit_count[-1]) or max(widths, default=0)
         if not self._first_sizes:
             self._first_sizes = tuple(_sizes_over_he(record))
+        if record.full and "" in record.inputs:
+            self._input_rms = record.inputs[""].sketch.rms
 
     @property
     def loss_limit(self) -> float:
@@ -462,6 +465,12 @@ class Baseline:
             return "", ""
         times = figure(largest, 2)
         return name, f"The initial weights of {called(name)} are {times}x He initialization"
+
+    @property
+    def large_inputs(self) -> str:
+        """The size of the model's inputs as a cause in the first steps; empty if it is usual."""
+        is_large = self.age < shared.LATEST and self._input_rms > shared.LARGE_INPUT
+        return f"The root mean square of the inputs is {figure(self._input_rms)}" * is_large
 
     @property
     def began_small(self) -> list[str]:

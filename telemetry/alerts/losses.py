@@ -311,7 +311,8 @@ class LossDivergence(Detector):
     or loses half of its progress. Or gradients are never zeroed and add up.
 
     Evidence: the learning rate, and the value before it rose.
-    Causes: a learning rate that is too large; a missing ``optimizer.zero_grad()``.
+    Causes: a learning rate that is too large; inputs that are not standardized; a missing
+    ``optimizer.zero_grad()``.
     Remedies: divide the learning rate by 3 to 10, warm it up; zero gradients in every step.
     Silent: a harder task, an annealed term, gradients that jumped first.
     Example: optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
@@ -381,11 +382,12 @@ class LossDivergence(Detector):
             cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
         moved = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
         name, too_large = baseline.large_start
+        inputs = baseline.large_inputs
         return Finding(
             summary=f"The loss rose to {figure(now, 4)}, and one optimizer step moves the "
             f"weights by {moved} their norm",
-            cause=too_large or cause,
-            advice=_INITIALIZE if name else _LOWER,
+            cause=too_large or inputs or cause,
+            advice=_INITIALIZE if name else (shared.STANDARDIZE, *_LOWER) if inputs else _LOWER,
             value=self._ratio,
             threshold=self.update_ratio,
             module_name=name or None,

@@ -413,7 +413,7 @@ class InputScale(CheckKind):
     largest: ClassVar[float] = 10.0
     smallest: ClassVar[float] = 0.02
     varies: ClassVar[float] = 0.02  # share of the standard deviation in the root mean square
-    advice = ("Standardize the inputs: subtract their mean, divide by their standard deviation",)
+    advice = (shared.STANDARDIZE,)
 
 
 class BatchLeak(CheckKind):

@@ -53,6 +53,7 @@ LOST = DIVERGED | INACTIVE
 # --- remedies -------------------------------------------------------------------------------------
 
 WARM_UP = "Lower the learning rate or warm it up"
+STANDARDIZE = "Standardize the inputs: subtract their mean, divide by their standard deviation"
 CLIP = "Clip gradients (clip_grad_norm_)"
 FREEZE = "Freeze layers that should not learn by requires_grad_(False)"
 FIX_RATE = (
