@@ -105,7 +105,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*[*LOOPS][:-1], pytest.param("compiled", marks=pytest.mark.slow)])
 def test_training_is_left_alone_and_figures_are_those_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,6 +15,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from torch import nn
 
 from telemetry import HookLogger
+from tests.helpers.board import loader
 from tests.helpers.client import Client, OpenClient
 from tests.helpers.hostile_runs import png
 from tests.helpers.known_runs import (
@@ -30,10 +32,8 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 PNG = png(2, 2)
 
 
-@pytest.fixture
-def client(tmp_path: Path, open_client: OpenClient) -> Client:
-    """One run, ``demo``, of 40 steps, with two layers, of which one has a hostile name."""
-    run = tmp_path / "demo"
+def write_demo(run: Path) -> None:
+    """Write 40 steps of two layers, of which one has a hostile name."""
     extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)
     write_run(
         run, layout_of(["a", HOSTILE]), steps=range(40), every=10,
@@ -50,7 +50,17 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         run, histograms={"activation/0000.a": {0: buckets, 10: buckets}},
         pictures={tag: {0: picture, 10: picture} for tag, picture in pictures.items()},
     )  # fmt: skip
-    return open_client(tmp_path)
+
+
+@pytest.fixture(scope="module", params=["slow", "fast"])
+def client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """One run, ``demo``, which no test changes."""
+    logdir = tmp_path_factory.mktemp("logdir")
+    write_demo(logdir / "demo")
+    with loader(request.param, tmp_path_factory) as open_with:
+        yield Client(open_with(logdir), logdir)
 
 
 def test_runs_are_listed_with_status_last_step_hparams_loss_and_alert(client: Client) -> None:
@@ -208,7 +218,9 @@ def test_no_other_site_can_have_a_report_made(
     assert client.request("report", {"run": "demo"}, headers=headers).status_code == status
 
 
-def test_a_run_that_was_deleted_is_not_found(client: Client, tmp_path: Path) -> None:
+def test_a_run_that_was_deleted_is_not_found(open_client: OpenClient, tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo")
+    client = open_client(tmp_path)
     matrix = {"run": "demo", "statistic": "grad_norm"}
     assert client.request("matrix", matrix).status_code == 200
     shutil.rmtree(tmp_path / "demo")
