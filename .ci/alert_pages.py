@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from telemetry.alerts.configuration import KINDS
-from telemetry.commands.alerts import FAMILIES, Meaning, meaning_of
+from telemetry.alerts.detector import Detector
+from telemetry.commands.alerts import FAMILIES, documentation
 
 FOLDER = Path(__file__).parents[1] / "docs" / "alerts"
 _NAMES = "explosions", "layers", "loss", "mistakes", "attention", "resources", "ranks"
@@ -25,23 +26,24 @@ def pages() -> Mapping[Path, str]:
     texts = {}
     for name, kinds in PAGES.items():
         head = (FOLDER / name).read_text(encoding="utf-8").partition("\n## ")[0].rstrip("\n")
-        sections = [_section(meaning_of(KINDS[kind])) for kind in kinds]
+        sections = [_section(KINDS[kind]) for kind in kinds]
         texts[FOLDER / name] = "\n".join([head + "\n", *sections])
     return texts
 
 
-def _section(meaning: Meaning) -> str:
-    lines = [f"## {meaning.kind}", ""]
-    lines += [*_wrapped(f"**{meaning.severity.title()}.** {meaning.summary}"), ""]
-    for name, text in meaning.sections.items():
+def _section(detector: type[Detector]) -> str:
+    summary, sections, example = documentation(detector)
+    lines = [f"## {detector.kind}", ""]
+    lines += [*_wrapped(f"**{detector.severity.title()}.** {summary}"), ""]
+    for name, text in sections.items():
         if name != "Evidence":  # the alert shows it
             lines += _wrapped(f"- **{name}**: {text}", "  ")
-    if meaning.example:
-        lines += ["- **Example**:", "", "```python", meaning.example, "```"]
-    if meaning.parameters:
+    if example:
+        lines += ["- **Example**:", "", "```python", example, "```"]
+    if limits := detector.limits():
         lines += ["", "|parameter|default|meaning|", "|---|--:|---|"]
-        for name, (default, text) in meaning.parameters.items():
-            lines.append(f"|`{name}`|{default:g}|{_markdown(text)}|")
+        for name, meaning in limits.items():
+            lines.append(f"|`{name}`|{getattr(detector, name):g}|{_markdown(meaning)}|")
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from telemetry.alert import Alert, located
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
-from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
+from telemetry.alerts.exploding import ExplodingGradient
 from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
 from telemetry.alerts.mistakes import (
     BatchLeak,
@@ -281,7 +281,7 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
     Dead units need half as many samples, since the second time adds none.
     """
     detectors: list[Detector] = [
-        SaturatedUnits(evaluations=1), ExplodingGradient(), ExplodingActivation(),
+        SaturatedUnits(evaluations=1), ExplodingGradient(),
         DeadUnits(batches=1, samples=DeadUnits.samples / 2),
         VanishingGradient(factor=_FAINT, update_factor=_FAINT, steps=2), Nonfinite(),
         EvalMode(steps=1),

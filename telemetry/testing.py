@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from telemetry.alert import Alert
 from telemetry.alerts import default_rules
-from telemetry.capture import Loop, Pending, Schedule
+from telemetry.capture import Loop, Schedule, Step
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline.judge import Judge
 from telemetry.records import StepRecord
@@ -60,7 +60,7 @@ class CapturedRun:
         if (tag := self._loss.tag) in values:
             self.alerts += self._judge.judge_loss(step, values[tag])
 
-    def _take(self, step: Pending) -> None:
+    def _take(self, step: Step) -> None:
         record = step.resolve()
         record.scalars, record.loss_tag = self._logged.pop(record.step, {}), self._loss.tag
         self._loss.step_ended(record.step)

@@ -8,16 +8,14 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
 import pytest
-import tensorboard_data_server
 import torch
 from torch import distributed
 
-from tests.helpers.board import Board, ReadBoard, open_fast, open_slow
+from tests.helpers.board import Board, ReadBoard, loader
 from tests.helpers.disks import FreezableDisk
 from tests.helpers.paths import SHARED
 
@@ -32,8 +30,11 @@ torch.set_num_threads(1)
 torch.set_warn_always(True)
 
 
-SLOW = ["system", "gpu", "contract/integrations", "contract/tensorboard_plugin"]
-"""Folders whose tests are all slow."""
+SLOW = [
+    *("system", "gpu", "contract/integrations", "contract/tensorboard_plugin"),
+    *(f"contract/capture/test_{name}.py" for name in ("compile", "programs", "torch_private")),
+]
+"""Folders and files whose tests are all slow; the compiler takes seconds to be imported."""
 
 
 def _is_slow(path: Path) -> bool:
@@ -133,18 +134,8 @@ def read_board(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ReadBoard]:
     """Opens a log directory as TensorBoard would; runs the test once with each loader."""
-    if request.param == "slow":
-        yield lambda logdir: Board(open_slow(logdir))
-        return
-    if tensorboard_data_server.server_binary() is None:
-        pytest.skip("no fast loader for this platform")
-    with ExitStack() as stack:
-
-        def read(logdir: Path) -> Board:
-            port_file = tmp_path_factory.mktemp("server") / "port"
-            return Board(open_fast(logdir, port_file, stack))
-
-        yield read
+    with loader(request.param, tmp_path_factory) as open_with:
+        yield lambda logdir: Board(open_with(logdir))
 
 
 def _run_or_skip(*command: str) -> None:

@@ -22,7 +22,7 @@ from telemetry.alerts import shared
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.onset import LEAD, LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all, figure
-from telemetry.records import StepRecord, once
+from telemetry.records import Layout, StepRecord, once
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 
@@ -297,8 +297,8 @@ class Norm:
         """Whether the last one is within a factor of five of those before."""
         return max(self.above_all, self.below) < shared.FAR_ABOVE
 
-    def add(self, total: float, step: int) -> None:
-        """Add the finite norm of one step."""
+    def add(self, total: float, step: int, interval: float) -> None:
+        """Add the finite norm of one step; ``interval``: typical distance of recorded steps."""
         self.above_all = self.above_window = self.below = 0.0
         if total == 0:
             return
@@ -307,7 +307,8 @@ class Norm:
             lowest, highest = self._window.extremes_of_all
             self.above_all, self.below = level - highest, lowest - level
             self.above_window = level - self._window.highest
-            if self.above_all >= shared.FAR_ABOVE and step - self.jump_step > shared.LATEST:
+            ago = step - self.jump_step
+            if self.above_all >= shared.FAR_ABOVE and ago > shared.LATEST * interval:
                 self.jump_step = step
         self._window.add(level, unusual=self.above_all > math.log10(shared.THIRTYFOLD))
 
@@ -402,10 +403,12 @@ class Baseline:
     # Modules and sizes of their matrices at the first full step, relative to He initialization: a
     # root mean square of sqrt(2 / fan_in) (He et al., "Delving Deep into Rectifiers", 2015).
     _first_sizes: tuple[tuple[str, float], ...] = ()
+    classes: int = 0  # units of the last output; of the widest matrix if unknown
     batches_vary: bool = False  # whether full steps had very different numbers of examples
     _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
+    _input_rms: float = 0.0  # root mean square at the last full step
     _rates: deque[float]
     _of_groups: tuple[float, ...] = ()
     _same_groups: int = 0  # steps since the number of parameter groups changed
@@ -427,7 +430,7 @@ class Baseline:
         if (loss := record.finite_loss) is not None:
             self.loss.add(record.step, loss)
         if record.all_grads_finite:
-            self.norm.add(record.total_grad_norm, record.step)
+            self.norm.add(record.total_grad_norm, record.step, self.interval)
             self.layers.add(record)
         if record.examples:
             self._examples.append((record.step + record.loss_delay, record.examples))
@@ -437,8 +440,13 @@ class Baseline:
             self.step_ratio, self._ratio_rate = median(ratios), self.rate
             if self.step_ratio >= shared.LARGE_STEP:
                 self.large_step = record.step
+        if record.full and len(record.activations):
+            widths = [record.layout.parameters[i].shape[0] for i in record.layout.matrices.values()]
+            self.classes = int(record.activations.rows.unit_count[-1]) or max(widths, default=0)
         if not self._first_sizes:
             self._first_sizes = tuple(_sizes_over_he(record))
+        if record.full and "" in record.inputs:
+            self._input_rms = record.inputs[""].sketch.rms
 
     @property
     def loss_limit(self) -> float:
@@ -473,6 +481,12 @@ class Baseline:
             return "", ""
         times = figure(largest, 2)
         return name, f"The initial weights of {called(name)} are {times}x He initialization"
+
+    @property
+    def large_inputs(self) -> str:
+        """The size of the model's inputs as a cause in the first steps; empty if it is usual."""
+        is_large = self.age < shared.LATEST and self._input_rms > shared.LARGE_INPUT
+        return f"The root mean square of the inputs is {figure(self._input_rms)}" * is_large
 
     @property
     def began_small(self) -> list[str]:
@@ -529,8 +543,8 @@ class Baseline:
 
     @property
     def since_norm_jump(self) -> int:
-        """Steps since the gradient norm jumped."""
-        return self.step - self.norm.jump_step
+        """Recorded steps since the gradient norm jumped."""
+        return round((self.step - self.norm.jump_step) / self.interval)
 
     @property
     def gradients_led(self) -> bool:
@@ -565,6 +579,14 @@ def matrix_ratios(record: StepRecord) -> dict[str, float]:
     """Return the finite update ratios of the weight matrices, by name."""
     matrices, ratios = record.layout.matrices, record.update_ratios.items()
     return {name: r for name, r in ratios if name in matrices and math.isfinite(r)}
+
+
+@once
+def with_matrices(layout: Layout) -> Marks:
+    """Mark the modules with a weight matrix among those that own parameters."""
+    matrices = np.array([*layout.matrices.values()], np.intp)
+    counts = np.bincount(layout.owners[matrices], minlength=len(layout.modules))
+    return counts[layout.owning] > 0
 
 
 @once

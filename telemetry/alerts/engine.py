@@ -213,7 +213,8 @@ class Engine(Rule):
 
 def _measured(alert: Alert) -> str:
     """Return the summary, and when it was true, to show it at a later step."""
-    return f"{alert.summary} (measured at step {alert.step})"
+    when = "" if "(measured at step" in alert.summary else f" (measured at step {alert.step})"
+    return alert.summary + when
 
 
 def _causes_first(detectors: Sequence[Detector]) -> list[Detector]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from operator import attrgetter
 from statistics import median_high
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alerts import shared
-from telemetry.alerts.baseline import Baseline, Figures, Marks
+from telemetry.alerts.baseline import Baseline, Figures, LayerNorms, Marks
 from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
@@ -26,20 +25,20 @@ from telemetry.records.tensor import figures_of
 
 
 class ExplodingActivation(Detector):
-    """Outputs of a module vary 100 times more than ever before, and the loss has risen. Or
-    activations multiply through the network from the first step on.
+    """Outputs of a module vary 100 times more than ever before, and the loss has risen.
 
     Evidence: the module, its variation, and the largest RMS before.
     Causes: weights that grew, a missing normalization, a learning rate that is too large.
     Remedies: lower the learning rate or warm it up, clip gradients, add normalization.
-    Silent: a falling loss, outputs that are the same for every input.
+    Silent: a falling loss, outputs that are the same for every input, growth over depth, which
+        ``exploding_gradient`` reports.
     """
 
     kind = "exploding_activation"
     statistic = "activation_rms"
     on = "full"
-    confirm_after = 2
-    clear_after = 3  # chosen manually: one more than start it
+    confirm_after = shared.AGAIN
+    clear_after = shared.SEVERAL
     explained_by = shared.RISEN_LOSSES | {"exploding_gradient", "saturated_units", "dead_units"}
     after = explained_by
     explained_by_rate_jump = True
@@ -47,11 +46,7 @@ class ExplodingActivation(Detector):
     factor: float = limit(
         100.0, "Multiple of the largest RMS before, at two consecutive full steps."
     )
-    depth_factor: float = limit(
-        shared.DEPTH, "Growth through the network, at the first two full steps."
-    )
     _highest: dict[Output, float] = state(dict)
-    _began_deep: bool = state(True)  # at all full steps up to now
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         grown = list[tuple[str, float]]()
@@ -62,40 +57,21 @@ class ExplodingActivation(Detector):
                 grown.append((output.module_name, now / highest))
             elif highest < sizes[output] < math.inf:
                 self._highest[output] = sizes[output]
-        self._began_deep &= self._is_deep(record)
-        # After non-finite gradients there is no second evaluation.
-        certain = not record.all_grads_finite
-        if grown:
-            name, times = grown[0]
-            return Finding(
-                summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever "
-                "before",
-                advice=(shared.WARM_UP, "Clip gradients", "Add normalization"),
-                value=times,
-                threshold=self.factor,
-                module_name=name,
-                confirmed=certain,
-            )
-        if not self._began_deep:
+        if not grown:
             return None
-        growth = forward_growth(record)
-        where, times = _began_large(baseline) or growth.stretch, 10**growth.decades
-        assert where is not None
+        name, times = grown[0]
         return Finding(
-            summary=f"Activations grow {figure(times, 2)}-fold through the network",
-            cause=where.growth,
-            advice=(_INITIALIZE, "Scale the inputs", "Add normalization"),
+            summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever before",
+            advice=(shared.WARM_UP, "Clip gradients", "Add normalization"),
             value=times,
-            threshold=self.depth_factor,
-            module_name=where.first,
-            confirmed=certain,
+            threshold=self.factor,
+            module_name=name,
+            # After non-finite gradients there is no second evaluation.
+            confirmed=not record.all_grads_finite,
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return self._began_deep or not record.all_grads_finite
-
-    def _is_deep(self, record: StepRecord) -> bool:
-        return forward_growth(record).decades > math.log10(self.depth_factor)
+        return not record.all_grads_finite
 
 
 class ExplodingGradient(Detector):
@@ -119,7 +95,7 @@ class ExplodingGradient(Detector):
 
     kind = "exploding_gradient"
     severity = "error"
-    clear_after = 50
+    clear_after = shared.LONG
     explained_by = shared.RISEN_LOSSES | {"exploding_activation", "saturated_units"}
     after = shared.RISEN_LOSSES | {"saturated_units"}
     explained_by_rate_jump = True
@@ -129,15 +105,14 @@ class ExplodingGradient(Detector):
         shared.THIRTYFOLD, "Multiple of the norm 20 steps before, if it stays."
     )
     depth_factor: float = limit(shared.DEPTH, "Growth through the network, forward times backward.")
-    _depths: deque[float] = state(deque(maxlen=50))
-    _gains: deque[float] = state(deque(maxlen=10))
+    _depths: deque[float] = state(deque(maxlen=shared.LONG))
+    # Amplification of the loss's gradient, and the norm, both before clipping, at usual steps.
+    _gains: deque[tuple[float, float]] = state(deque(maxlen=shared.LENGTH))
     _from_loss: float | None = state(None)
     _may_be_from_loss: bool = state(False)
     _blame: Blame = state(lambda: Blame())
     _steps_far_above: int = state(0)
     _steps_lasting: int = state(0)
-    _amplified: deque[float] = state(deque(maxlen=shared.LENGTH))
-    _unclipped: deque[float] = state(deque(maxlen=shared.LENGTH))
     _amplified_steps: int = state(0)
     _deep_steps: int = state(0)
     _began_deep: bool = state(True)  # at all full steps up to now
@@ -148,8 +123,12 @@ class ExplodingGradient(Detector):
         if not record.all_grads_finite:  # it may have overflowed before it was confirmed
             just_jumped = baseline.gradients_led and baseline.since_norm_jump < shared.FEWEST
             if self.active_alert is None and (self._deep_steps or just_jumped):
-                summary = "The gradients grew until they overflowed"
-                found = self._found(baseline, summary, math.inf, self.depth_factor)
+                found = self._found(
+                    baseline,
+                    summary="The gradients grew until they overflowed",
+                    value=math.inf,
+                    threshold=self.depth_factor,
+                )
         else:
             self._blame.add(record, baseline)
             found = (
@@ -175,7 +154,12 @@ class ExplodingGradient(Detector):
         is_unbounded = loss.is_unbounded
         lasting = shared.FAR_ABOVE if is_unbounded else math.log10(self.lasting_factor)
         lasts = norm.above_window >= lasting
-        self._add_gain(record, baseline, large=lasts)
+        now = gain(record)
+        if not lasts:
+            self._from_loss = None
+        elif self._from_loss is None and not math.isnan(now) and self._gains:
+            usual = median_high([amplified for amplified, _ in self._gains])
+            self._from_loss = max(norm.above_window - now + usual, 0.0)
         self._may_be_from_loss = lasts and self._from_loss is None and len(self._gains) > 0
         from_loss, decades = self._from_loss or 0.0, math.log10(self.factor)
         far_above = norm.above_all - from_loss >= decades
@@ -191,64 +175,48 @@ class ExplodingGradient(Detector):
         # Without a jump, no full step has shown yet how much came from the loss.
         explodes |= self._steps_lasting >= shared.FEWEST and lost and not self._may_be_from_loss
         led = baseline.gradients_led and baseline.large_step >= norm.jump_step
-        explodes |= led and len(loss.high) >= _LOSSES
-        if (
-            not explodes or baseline.since_rate_jump < shared.RECENT
-        ):  # loss_divergence needs some losses
+        explodes |= led and len(loss.high) >= shared.AGAIN
+        # After a jump of the rate, loss_divergence needs some losses.
+        if not explodes or baseline.since_rate_jump < shared.RECENT:
             return None
         total = record.total_grad_norm
         falls = ", while the loss falls without bound" if is_unbounded else ""
+        times = figure(total / norm.usual)
         return self._found(
             baseline,
-            f"The gradient norm is {figure(total)}, {figure(total / norm.usual)}x above usual"
-            f"{falls}",
-            total,
-            norm.usual * self.lasting_factor,
-            confined=confined_growth(record, norm.usual),
+            confined_growth(record, norm.usual),
+            summary=f"The gradient norm is {figure(total)}, {times}x above usual{falls}",
+            value=total,
+            threshold=norm.usual * self.lasting_factor,
             advice=_UNBOUNDED if is_unbounded else (),
         )
 
     def _before_clipping(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return an explosion that clipping hides from the optimizer, at full steps."""
-        norm, usual = record.total_grad_norm_before_clipping, self._amplified
-        amplified = gain(record, norm)
-        if norm is None or math.isnan(amplified):
+        norm, now = norm_before_clipping(record), gain(record)
+        if math.isnan(now):
             return None
+        usual, highest = map(max, zip(*self._gains, strict=True)) if self._gains else (now, norm)
         # The gradient of the last module alone falls if it is of another head, or of an expert
         # without samples: then the norm has not grown.
-        far = (
-            len(usual) >= 2
-            and amplified >= max(usual) + math.log10(self.factor)
-            and norm > 10**shared.TENFOLD * max(self._unclipped)
-        )
+        far = now - usual >= math.log10(self.factor) and norm > 10**shared.TENFOLD * highest
+        far &= len(self._gains) > 1
         self._amplified_steps = self._amplified_steps + 1 if far else 0
         if not far:
-            usual.append(amplified)
-            self._unclipped.append(norm)
-        if self._amplified_steps < 2:
+            self._gains.append((now, norm))
+        if self._amplified_steps < shared.AGAIN:
             return None
-        times = 10 ** (amplified - max(usual))
+        times = 10 ** (now - usual)
         scale = norm / record.total_grad_norm if record.total_grad_norm > 0 else 1.0
-        is_clipped = scale > 1 + shared.TINY
-        what = "Before clipping the gradient norm" if is_clipped else "The gradient norm"
+        what = "Before clipping the" if scale > 1 + shared.TINY else "The"
         return self._found(
             baseline,
-            f"{what} is {figure(norm)}, {figure(times, 2)}x the usual for such a gradient of the "
-            "loss",
-            norm,
-            norm / times * self.factor,
-            confined=confined_growth(record, norm / times, scale),
+            confined_growth(record, norm / times, scale),
+            summary=f"{what} gradient norm is {figure(norm)}, {figure(times, 2)}x the usual for "
+            "such a gradient of the loss",
+            value=norm,
+            threshold=norm / times * self.factor,
         )
-
-    def _add_gain(self, record: StepRecord, baseline: Baseline, *, large: bool) -> None:
-        """Measure once how much of a large norm comes from the loss."""
-        now = gain(record)
-        if not large:
-            self._from_loss = None
-            if not math.isnan(now):
-                self._gains.append(now)
-        elif self._from_loss is None and not math.isnan(now) and self._gains:
-            self._from_loss = max(baseline.norm.above_window - now + median_high(self._gains), 0.0)
 
     def _over_depth(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.outputs or not record.output_grads:
@@ -267,38 +235,32 @@ class ExplodingGradient(Detector):
         self._deep_steps = self._deep_steps + 1 if deep else 0
         if not deep:
             self._depths.append(smaller)
-        if self._deep_steps < 2 and not certain:
+        if self._deep_steps < shared.AGAIN and not certain:
             return None
-        return self._found(
-            baseline,
-            f"Activations grow {figure(10**forward.decades, 2)}-fold in the forward pass, and "
-            f"gradients {figure(10**backward.decades, 2)}-fold in the backward pass",
-            10**product,
-            self.depth_factor,
-            statistic="activation_grad_rms",
-            where=_began_large(baseline) or forward.stretch,
+        large, _ = baseline.large_start
+        where = Stretch.of(large) if large else forward.stretch
+        assert where is not None
+        return Finding(
+            summary=f"Activations grow {figure(10**forward.decades, 2)}-fold in the forward pass, "
+            f"and gradients {figure(10**backward.decades, 2)}-fold in the backward pass",
+            cause=where.growth,
             advice=_WEIGHTS if self._began_deep else _STEPS_TOO_LARGE,
+            value=10**product,
+            threshold=self.depth_factor,
+            module_name=where.first,
+            statistic="activation_grad_rms",
         )
 
     def _found(
-        self,
-        baseline: Baseline,
-        summary: str,
-        value: float,
-        threshold: float,
-        *,
-        where: Stretch | None = None,
-        confined: Stretch | None = None,
-        advice: tuple[str, ...] = (),
-        statistic: str | None = None,
+        self, baseline: Baseline, confined: Stretch | None = None, *, advice: Any = (), **found: Any
     ) -> Finding:
-        """Return a finding that blames ``where``, else the batch or the first growth."""
-        cause, batch, batch_steps = None, 0.0, list[int]()
-        if where is None and not baseline.follows_rate_jump:
-            where, batch = self._blame.stretch, self._blame.batch
+        """Return a finding that blames the layers or the batch that grew first."""
+        blame, where, batch, cause = self._blame, None, 0.0, None
+        if not baseline.follows_rate_jump:
+            where, batch = blame.stretch, blame.batch
             if where is None and confined is None and baseline.since_norm_jump <= shared.LATEST:
-                batch_steps = [baseline.norm.jump_step]
-            if self._blame.is_alike and confined is None:
+                found["batch_steps"] = [baseline.norm.jump_step]
+            if blame.is_alike and confined is None:
                 cause = "All gradients grew alike: because of the batch or of several layers"
         if batch:
             cause = f"The values of the batch are {figure(batch, 2)}x as large as before"
@@ -306,31 +268,18 @@ class ExplodingGradient(Detector):
             where, advice = confined, advice or _ONE_LAYER
             cause = f"Most of the growth is in the gradient of {confined}"
         elif where is not None:
-            cause = where.growth
-            if self._blame.by_norms and where is self._blame.stretch:
-                cause += ", whose gradient alone did not grow"
-        return Finding(
-            summary=summary,
-            cause=cause,
-            advice=advice or (_BATCH if batch else _STEPS_TOO_LARGE),
-            value=value,
-            threshold=threshold,
-            module_name=where.first if where is not None else None,
-            batch_steps=batch_steps,
-            statistic=statistic,
-        )
+            cause = where.growth + ", whose gradient alone did not grow" * blame.by_norms
+        advice = advice or (_BATCH if batch else _STEPS_TOO_LARGE)
+        return Finding(cause=cause, advice=advice, module_name=where and where.first, **found)
 
 
-def _began_large(baseline: Baseline) -> Stretch | None:
-    name, _ = baseline.large_start
-    return Stretch.of(name) if name else None
-
-
-_LOSSES = 2  # tried 1 and 4
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 
-_INITIALIZE = "Make the initial weights smaller (He or Xavier initialization)"
-_WEIGHTS = (_INITIALIZE, "Scale down the branches of residual blocks", "Add normalization")
+_WEIGHTS = (
+    "Make the initial weights smaller (He or Xavier initialization)",
+    "Scale down the branches of residual blocks",
+    "Add normalization",
+)
 _BATCH = ("Check the data and the normalization of that batch", shared.CLIP)
 _UNBOUNDED = ("Check for a term of the loss with the wrong sign, or without a lower limit",)
 _ONE_LAYER = (
@@ -361,14 +310,13 @@ class Stretch(NamedTuple):
         return f"The growth is {'in' if self.first == self.last else 'spread over'} {self}"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Growth:
+class Growth(NamedTuple):
     """Growth of a pass from its beginning to its largest value."""
 
     names: Sequence[str]  # modules in the order of the pass
     levels: Figures  # log10 of their sizes
 
-    @cached_property
+    @property
     def decades(self) -> float:
         """log10 of the ratio of the largest to the first; 0 if there are fewer than two."""
         return float(self.levels.max() - self.levels[0]) if len(self.levels) > 1 else 0.0
@@ -416,15 +364,20 @@ def backward_growth(record: StepRecord) -> Growth:
     return _growth(record.layout, modules[::-1], sizes, free=free)
 
 
-def gain(record: StepRecord, norm: float | None = None) -> float:
+def norm_before_clipping(record: StepRecord) -> float:
+    """Return the norm of all gradients before clipping, which only makes it smaller."""
+    return max(record.total_grad_norm_before_clipping or 0.0, record.total_grad_norm)
+
+
+def gain(record: StepRecord) -> float:
     """Return the amplification of the loss's gradient by the network, whatever the loss's unit.
 
-    That is log10 of the norm of all parameter gradients (None: as the optimizer used them) over the
-    RMS of the gradient of the last module's output; NaN where that is zero or was not measured.
+    That is log10 of the norm of all parameter gradients, before clipping, over the RMS of the
+    gradient of the last module's output; NaN where that is zero or was not measured.
     """
     if not record.output_grads:  # as at most steps
         return math.nan
-    total, (modules, sizes) = norm or record.total_grad_norm, _gradients(record)
+    total, (modules, sizes) = norm_before_clipping(record), _gradients(record)
     is_known = len(modules) > 0 and 0 < total < math.inf
     return math.log10(total / sizes[modules[-1]]) if is_known else math.nan
 
@@ -493,24 +446,22 @@ class Blame:
     def add(self, record: StepRecord, baseline: Baseline) -> None:
         """Add a step whose gradients are finite."""
         outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
-        growth, entered = _common_growth(baseline), _entered(baseline)
+        are_most, shown = _grown_gradients(baseline.layers)
         first = self._first_grown(record) if record.full else None
-        if growth is None and outputs is None and entered is None:
+        if are_most is None and outputs is None:
             self.stretch, self.batch, self.is_alike = None, 0.0, False
         elif self.by_norms and record.full and outputs is None and first is not None:
             # No output has grown, so no weight has: the growth came from later layers, and the
             # layer that did not grow is on another branch.
             self.stretch, self.by_norms, self.is_corrected = Stretch.of(first), False, True
         elif self.stretch is None and not self.batch and not self.is_alike:
-            self.stretch = entered
-            if growth is not None:
-                self.stretch = _all_but_one(baseline.layers.names, growth)
-            if self.stretch is None and outputs is not None:
+            self.stretch = shown
+            if shown is None and outputs is not None:
                 self.stretch = outputs.stretch
             if outputs is not None and outputs.levels[0] > outputs.levels.max() / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
             several = len(baseline.layers.names) > shared.SEVERAL
-            self.by_norms = self.stretch is not None and entered is None and not record.full
+            self.by_norms = self.stretch is not None and are_most is not False and not record.full
             self.is_alike = self.stretch is None and not record.full and several
 
     def _grown_outputs(self, record: StepRecord) -> Growth | None:
@@ -527,9 +478,8 @@ class Blame:
             levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)
         for place in ((levels <= shared.TENFOLD) & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
             self._outputs[names[place]] = float(sizes[place])
-        return (
-            Growth(names=["", *names[1:]], levels=levels) if levels.max() > shared.TENFOLD else None
-        )
+        has_grown = levels.max() > shared.TENFOLD
+        return Growth(names=["", *names[1:]], levels=levels) if has_grown else None
 
     def _first_grown(self, record: StepRecord) -> str | None:
         """Return the module whose output's gradient grew tenfold first in the backward pass."""
@@ -542,34 +492,23 @@ class Blame:
         return max(grown, key=record.layout.position.__getitem__, default=None)
 
 
-def _common_growth(baseline: Baseline) -> Figures | None:
-    """Return log10 of each norm over its usual one, if most have grown tenfold."""
-    growth = baseline.layers.growth
-    known = growth[np.isfinite(growth)]
-    is_grown = 2 * np.count_nonzero(known > shared.TENFOLD) > len(known) >= shared.SEVERAL
-    return growth if is_grown else None
+def _grown_gradients(layers: LayerNorms) -> tuple[bool | None, Stretch | None]:
+    """Return whether most gradients have grown tenfold, or a few hundredfold; else None.
 
-
-def _entered(baseline: Baseline) -> Stretch | None:
-    """Return the layer at which a hundredfold growth of a few gradients entered.
-
-    That is the last of them, which passes it to earlier layers.
+    And the only layer whose gradient grew far less than all others; or the last of the few, which
+    passes the growth to earlier layers.
     """
-    growth = baseline.layers.growth
-    known, (grown,) = np.isfinite(growth), (growth > 2 * shared.TENFOLD).nonzero()
-    are_apart = not (known & (growth > shared.TENFOLD / 2) & (growth <= 2 * shared.TENFOLD)).any()
-    if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
-        return None
-    return Stretch.of(baseline.layers.names[grown[-1]])
-
-
-def _all_but_one(names: Sequence[str], growth: Figures) -> Stretch | None:
-    """Return the layer whose gradient grew far less than all others."""
-    known = np.isfinite(growth)
-    least, next_least = np.sort(growth[known])[:2]
-    if next_least - least <= shared.TENFOLD:
-        return None
-    return Stretch.of(names[int(np.where(known, growth, np.inf).argmin())])
+    growth = layers.growth
+    known = np.flatnonzero(np.isfinite(growth))
+    known = known[growth[known].argsort()]
+    levels, (grown,) = growth[known], (growth > 2 * shared.TENFOLD).nonzero()
+    if 2 * np.count_nonzero(levels > shared.TENFOLD) > len(known) >= shared.SEVERAL:
+        is_single = levels[1] - levels[0] > shared.TENFOLD
+        return True, Stretch.of(layers.names[known[0]]) if is_single else None
+    are_apart = not ((levels > shared.TENFOLD / 2) & (levels <= 2 * shared.TENFOLD)).any()
+    if 0 < 2 * len(grown) <= len(known) and are_apart:
+        return False, Stretch.of(layers.names[grown[-1]])
+    return None, None
 
 
 def confined_growth(record: StepRecord, usual: float, scale: float = 1.0) -> Stretch | None:

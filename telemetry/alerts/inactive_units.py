@@ -53,7 +53,7 @@ class DeadUnits(Detector):
     kind = "dead_units"
     statistic = "dead_units"
     on = "full"
-    clear_after = 3  # chosen manually: one more than start it
+    clear_after = shared.SEVERAL
     explained_by = shared.DIVERGED | {
         "nonfinite",
         "vanishing_gradient",
@@ -66,16 +66,15 @@ class DeadUnits(Detector):
     # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
     # missed; at 0.99 mlp_dies_slowly is found 50 steps later.
     fraction: float = limit(0.9, "Share of dead units that counts after 50 steps.")
-    # The fewest that confirm each other; tried 1 and 4
-    batches: int = limit(2, "Consecutive full steps with nearly all units dead.")
+    batches: int = limit(shared.AGAIN, "Consecutive full steps with nearly all units dead.")
     # Chosen manually; tried 50, and 5000, which delays alerts by up to 60 steps.
     samples: float = limit(500.0, "Values of each unit, fewer if more units are dead.")
+    full_steps_in_a_row: int = state(shared.AGAIN)
     _silence: dict[Output, _Silence] = state(dict)
     _without_input: dict[str, int] = state(dict)  # modules without one, and the step since when
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        self.needs_full_step, self.full_steps_in_a_row = False, 1
-        units = _silent_units(record)
+        self.needs_full_step, units = False, _silent_units(record)
         for output in self._silence.keys() & {o for o, share, _ in units if share < self.fraction}:
             del self._silence[output]
         dead = [
@@ -156,29 +155,19 @@ class DeadUnits(Detector):
 
     def _is_dead(self, output: Output, silent: Marks, record: StepRecord) -> bool:
         """Add this batch to those before, and return whether the units are dead."""
-        before = self._silence.pop(output, None)
-        samples = record.outputs[output].sketch.finite_count / silent.size
-        now = _Silence(silent=silent, samples=samples, since=record.step, whole=int(silent.all()))
-        if before is not None and before.silent.shape == silent.shape:
-            both = silent & before.silent
-            if np.count_nonzero(both) / both.size >= self.fraction:
-                now = _Silence(
-                    silent=both,
-                    batches=before.batches + 1,
-                    samples=before.samples + samples,
-                    since=before.since,
-                    whole=before.whole + 1 if now.whole else 0,
-                )
-        self._silence[output] = now
-        witnessed = now.samples * now.silent.sum() ** 0.5 >= self.samples
-        enough = bool(now.batches >= self.batches and witnessed)
-        if not enough:
-            each = now.samples / now.batches * now.silent.sum() ** 0.5
-            missing = max(self.batches, math.ceil(self.samples / each)) - now.batches
-            self.needs_full_step = True
-            self.full_steps_in_a_row = min(max(self.full_steps_in_a_row, missing), shared.SEVERAL)
-        are_nearly_all = (~now.silent).sum() <= max(1, (1 - _NEARLY_ALL) * silent.size)
-        return enough and bool(are_nearly_all or record.step - now.since >= shared.LONG)
+        kept = self._silence.get(output)
+        is_new = kept is None or kept.silent.shape != silent.shape
+        if kept is None or is_new or (silent & kept.silent).mean() < self.fraction:
+            kept = self._silence[output] = _Silence(silent=silent, since=record.step)
+        kept.silent = silent & kept.silent
+        kept.batches += 1
+        kept.samples += record.outputs[output].sketch.finite_count / silent.size
+        kept.whole = kept.whole + 1 if silent.all() else 0
+        count = kept.silent.sum()
+        enough = kept.batches >= self.batches and kept.samples * count**0.5 >= self.samples
+        self.needs_full_step |= not enough
+        are_nearly_all = silent.size - count <= max(1, (1 - _NEARLY_ALL) * silent.size)
+        return bool(enough and (are_nearly_all or record.step - kept.since >= shared.LONG))
 
 
 _ADVICE = (
@@ -192,15 +181,15 @@ _DROPPED = ("Check the probability of this dropout: it is the share that is drop
 _NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Silence:
     """Units of one output that were silent in all of the last batches."""
 
     silent: Marks  # [units]
-    batches: int = 1
-    samples: float
-    since: int
-    whole: int  # batches, up to the latest, in which every unit was silent
+    since: int  # first step
+    batches: int = 0
+    samples: float = 0.0
+    whole: int = 0  # batches, up to the latest, in which every unit was silent
 
 
 @once
@@ -284,7 +273,7 @@ class SaturatedUnits(Detector):
     kind = "saturated_units"
     statistic = "saturation"
     on = "full"
-    clear_after = 3  # chosen manually: one more than start it
+    clear_after = shared.SEVERAL
     explained_by = shared.DIVERGED | {"exponential_trend"}
     after = shared.RISEN_LOSSES
     persistent = True
@@ -292,17 +281,15 @@ class SaturatedUnits(Detector):
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more, except for the gates of
     # highway_carry_gates, hence MOST. Tried 0.4 and 0.95.
     fraction: float = limit(0.8, "Share of the outputs that are flat.")
-    # The fewest that confirm each other; tried 1 and 4
-    evaluations: int = limit(2, "Consecutive full steps.")
+    evaluations: int = limit(shared.AGAIN, "Consecutive full steps.")
     _layers: dict[Output, _Layer] = state(dict)
-    _ranges: dict[Output, tuple[float, float]] = state(dict)
     _shares: dict[str, float] = state(dict)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, self._shares, found = False, {}, None
         if not record.all_grads_finite:
             return None
-        for output, share in self._flat_shares(record):
+        for output, share in _flat_shares(record):
             self._shares[output.module_name] = share
             layer = self._layers.setdefault(output, _Layer())
             if share < self.fraction:
@@ -320,9 +307,8 @@ class SaturatedUnits(Detector):
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return (
-            not record.all_grads_finite or self._shares.get(self._active_module, 0.0) >= shared.HALF
-        )
+        share = self._shares.get(self._active_module, 0.0)
+        return not record.all_grads_finite or share >= shared.HALF
 
     def _found(
         self, record: StepRecord, output: Output, share: float, baseline: Baseline
@@ -352,44 +338,44 @@ class SaturatedUnits(Detector):
             module_name=name,
         )
 
-    def _flat_shares(self, record: StepRecord) -> list[tuple[Output, float]]:
-        """Return the outputs of hidden layers and the flat share of each, in forward order."""
-        forward, shares = ForwardOutputs.of(record), list[tuple[Output, float]]()
-        rms, layout = rms_of(forward.rows).tolist(), record.layout
-        for index in forward.hidden:
-            output, type_name = forward.outputs[index], forward.types[index]
-            if forward.positions[index] < shared.FEW_SAMPLES:  # an expert that few tokens reach
-                continue
-            if type_name in BOUNDED:
-                # An RNN may have been made with ReLU, which shows by outputs above 1.
-                is_other = forward.owned[index] and forward.rows.max[index] > 1
-                if is_other or forward.is_gate(index):
-                    continue
-                place, flattest = layout.position[output.module_name], BOUNDED[type_name].flattest
-                share = table(record).value(place, "saturation") or 0.0
-                if flattest is not None:  # most outputs have to be where it is flattest
-                    share = min(share, flattest.share(record.outputs[output].sketch) / shared.MOST)
-            elif forward.owned[index]:
-                if forward.types[index + 1] not in AFFINE:
-                    continue
-                after, is_small = forward.outputs[index + 1], rms[index] < shared.LARGE_INPUT
-                share = 0.0 if is_small else _share_lost(record, output, after)
-            elif type_name not in STANDARD and index > 0 and _has_units(forward, index):
-                share = self._share_at_ends(record, output, forward.outputs[index - 1])
-            else:
-                continue
-            shares.append((output, share))
-        return shares
 
-    def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
-        """Return the share of outputs at the ends of their range; 0 if gradients pass."""
-        sketch, gradient = record.outputs[output].sketch, record.output_grads.get(before)
-        low, high = self._ranges.get(output, (math.inf, -math.inf))
-        low, high = self._ranges[output] = min(low, sketch.min), max(high, sketch.max)
-        if gradient is None or _share_faint(gradient.sketch) < shared.MOST or low == high:
-            return 0.0
-        # A low end of zero is a kind of ReLU, and no fault.
-        return Flat(low=low or -math.inf, high=high).share(sketch)
+def _flat_shares(record: StepRecord) -> list[tuple[Output, float]]:
+    """Return the outputs of hidden layers and the flat share of each, in forward order."""
+    forward, layout, shares = ForwardOutputs.of(record), record.layout, []
+    rms = rms_of(forward.rows).tolist()
+    for index in forward.hidden:
+        output, type_name = forward.outputs[index], forward.types[index]
+        if forward.positions[index] < shared.FEW_SAMPLES:  # an expert that few tokens reach
+            continue
+        if type_name in BOUNDED:
+            # An RNN may have been made with ReLU, which shows by outputs above 1.
+            is_other = forward.owned[index] and forward.rows.max[index] > 1
+            if is_other or forward.is_gate(index):
+                continue
+            place, flattest = layout.position[output.module_name], BOUNDED[type_name].flattest
+            share = table(record).value(place, "saturation") or 0.0
+            if flattest is not None:  # most outputs have to be where it is flattest
+                share = min(share, flattest.share(record.outputs[output].sketch) / shared.MOST)
+            shares.append((output, share))
+        elif forward.owned[index]:
+            if forward.types[index + 1] in AFFINE:
+                after, is_small = forward.outputs[index + 1], rms[index] < shared.LARGE_INPUT
+                lost = 0.0 if is_small else _share_lost(record, output, after)
+                shares.append((output, lost))
+        elif type_name not in STANDARD and index > 0 and _has_units(forward, index):
+            before = forward.outputs[index - 1]
+            shares.append((output, _share_at_ends(record, output, before)))
+    return shares
+
+
+def _share_at_ends(record: StepRecord, output: Output, before: Output) -> float:
+    """Return the share of outputs at the ends of their range; 0 if gradients pass."""
+    sketch, gradient = record.outputs[output].sketch, record.output_grads.get(before)
+    is_passed = gradient is None or _share_faint(gradient.sketch) < shared.MOST
+    if is_passed or sketch.min == sketch.max:
+        return 0.0
+    # A low end of zero is a kind of ReLU, and no fault.
+    return Flat(low=sketch.min or -math.inf, high=sketch.max).share(sketch)
 
 
 def _has_units(forward: ForwardOutputs, index: int) -> bool:

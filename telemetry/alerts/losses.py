@@ -56,61 +56,56 @@ class LossSpike(Detector):
     _jumped_at: int = state(-shared.NEVER)
     _noted_at: int = state(-shared.NEVER)
     _rise: Rise | None = state(None)
-    _waits: bool = state(False)  # for a full step that shows whether the batches are larger
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        high, before = tuple(baseline.loss.high), self._before
+        loss, is_active = baseline.loss, self.active_alert is not None
+        high, before = tuple(loss.high), self._before
         self._before = high
-        is_due = len(high) == shared.SEVERAL or (self._waits and len(high) > shared.SEVERAL)
-        explained = baseline.has_more_examples if high or baseline.loss.losses_lost else False
+        explained = baseline.has_more_examples if high or loss.losses_lost else False
         self.needs_full_step = explained is None
-        self._waits = is_due and explained is None
-        latest = (*before, *high, baseline.loss.latest[-1])
-        if 0 <= max(loss for _, loss in latest) < baseline.loss.floor:
+        if 0 <= max(value for _, value in (*before, *high, loss.latest[-1])) < loss.floor:
             return None
         jumped_at = baseline.rate_jump_step
         is_new = baseline.since_rate_jump <= shared.FEWEST and jumped_at != self._jumped_at
-        if is_new and (len(high) >= 2 or baseline.loss.is_worse):
+        if is_new and (len(high) >= 2 or loss.is_worse):
             self._jumped_at = jumped_at
-            jump = baseline.loss.jump_since(jumped_at + 1)
+            jump = loss.jump_since(jumped_at + 1)
             onsets = baseline.layers.onsets(jump.first.step)
             lost = any(onset.factor == 0 and onset.step <= jumped_at for onset in onsets)
             times = figure(baseline.rate_after_jump / baseline.rate_before_jump)
-            if self.active_alert is None:
-                self._rise = baseline.loss.rise(jump.peak.loss)
+            self._rise = self._rise if is_active else loss.rise(jump.peak.loss)
             return _found(
                 jump,
                 baseline,
                 cause=f"The learning rate jumped {times}-fold to {baseline.new_rate_in_words} at "
                 f"step {jumped_at}" + (_OTHER_LOSS if lost else ""),
                 severity="note" if lost else None,
-                module_name=baseline.jumped[0] if baseline.jumped else None,
+                module_name=next(iter(baseline.jumped), None),
                 advice=shared.FIX_RATE,
-                escalates=self.active_alert is not None,
+                escalates=is_active,
             )
         if before and not high:
             return self._of_batch(before, record, baseline)
-        window, lowest = baseline.loss.window, min([loss for _, loss in high], default=-math.inf)
-        least = window.ranges_above(lowest) * len(window) / shared.LENGTH
         if explained is not False:
             return None
-        if self.active_alert is not None or not is_due or least < self.distance:
+        lowest = min([value for _, value in high], default=-math.inf)
+        least = loss.window.ranges_above(lowest) * len(loss.window) / shared.LENGTH
+        if is_active or len(high) != shared.SEVERAL or least < self.distance:
             return self._for_good(record, baseline)
-        since = high[0].step
+        since, jump = high[0].step, loss.jump_since(high[0].step)
         batch = since - record.loss_delay
-        jump = baseline.loss.jump_since(since)
         # Falling gradients belong to a low loss.
         onsets = baseline.layers.onsets(since)
         early = [onset for onset in onsets if onset.step < batch and onset.factor > 1]
         if len(early) >= shared.FEW * len(baseline.layers.names):
-            self._rise = baseline.loss.rise(jump.peak.loss)
+            self._rise = loss.rise(jump.peak.loss)
             ago = steps_in_words(batch - early[0].step)
             return _found(
                 jump,
                 baseline,
                 cause=f"Gradients left their baseline {ago} earlier",
                 # A loss around 0, as of a policy, need not fall, and rises with new rewards.
-                severity="note" if baseline.loss.lowest < 0 < window.highest else None,
+                severity="note" if loss.lowest < 0 < loss.window.highest else None,
                 advice=(
                     "Clip gradients, or lower the learning rate or Adam's beta2",
                     f"Resume from a checkpoint before step {since}, without the batches around it",
@@ -121,14 +116,12 @@ class LossSpike(Detector):
 
     def _for_good(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return a lasting loss of half of the progress."""
-        loss = baseline.loss
+        loss, steps = baseline.loss, (shared.LATEST + shared.RECENT // 2) * baseline.interval
         # With fewer losses, the best is luck.
         is_lost = loss.losses_lost == shared.LATEST and baseline.age > shared.LENGTH
         if self.active_alert is not None or not is_lost:
             return None
-        jump = loss.jump_since(
-            round(record.step - (shared.LATEST + shared.RECENT // 2) * baseline.interval)
-        )
+        jump = loss.jump_since(round(record.step - steps))
         # A GAN's loss drifts.
         is_jump = loss.median_of(shared.LATEST) > jump.limit
         return self._of_others(jump, record, baseline) if is_jump else None
@@ -249,26 +242,23 @@ class UnboundedLoss(Detector):
     growth: float = limit(20.0, "Growth of the last layer's output.")
     # step, size of the outputs, loss
     _points: deque[tuple[int, float, float]] = state(deque(maxlen=shared.LENGTH))
-    _classes: int = state(0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         first, recent = baseline.loss.first, baseline.loss.recent
         measured = record.full and len(record.activations) > 0
         if measured:
-            rows, layout = record.activations.rows, record.layout
-            widths = [layout.parameters[index].shape[0] for index in layout.matrices.values()]
-            self._classes = int(rows.unit_count[-1]) or max(widths, default=0)
-            output = float(rms_of(rows)[-1])
+            output = float(rms_of(record.activations.rows)[-1])
             if math.isfinite(output + recent) and output > 0:
                 self._points.append((record.step, output, recent))
         is_low = not measured and recent < 0 and recent < first
         self.needs_full_step = is_low and self._needs_points(baseline.age)
-        guess = -math.log(self._classes) if self._classes > 2 else math.nan
+        classes = baseline.classes
+        guess = -math.log(classes) if classes > 2 else math.nan
         if abs(first - guess) < _NEAR_GUESS * -guess and recent < (1 + shared.FEW) * min(
             first, guess
         ):
             return self._found(
-                recent, guess, f"started near -ln {self._classes} = {figure(guess, 4)} and falls"
+                recent, guess, f"started near -ln {classes} = {figure(guess, 4)} and falls"
             )
         if not recent < 0 or not measured or len(self._points) < shared.RECENT:
             return None
@@ -322,7 +312,8 @@ class LossDivergence(Detector):
     or loses half of its progress. Or gradients are never zeroed and add up.
 
     Evidence: the learning rate, and the value before it rose.
-    Causes: a learning rate that is too large; a missing ``optimizer.zero_grad()``.
+    Causes: a learning rate that is too large; inputs that are not standardized; a missing
+    ``optimizer.zero_grad()``.
     Remedies: divide the learning rate by 3 to 10, warm it up; zero gradients in every step.
     Silent: a harder task, an annealed term, gradients that jumped first.
     Example: optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
@@ -333,14 +324,14 @@ class LossDivergence(Detector):
 
     kind = "loss_divergence"
     statistic = "update_ratio"
-    clear_after = 10  # losses
+    clear_after = shared.FEWEST
     explained_by = shared.EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
     after = frozenset({"loss_spike"})
     update_ratio: float = limit(
         shared.LARGE_STEP, "Share of its norm by which a step moves the median weight matrix."
     )
     # At 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
-    losses: int = limit(3, "Consecutive losses far above those before.")
+    losses: int = limit(shared.SEVERAL, "Consecutive losses far above those before.")
     _ratio: float = state(0.0)
     _large_at: int = state(-shared.NEVER)
     _sums: SummedGradients = state(lambda: SummedGradients())
@@ -354,15 +345,15 @@ class LossDivergence(Detector):
         loss = baseline.loss
         rises = loss.high or loss.losses_lost == shared.RECENT
         several = baseline.since_rate_jump <= shared.SOON or self._sums.needs_full_step
-        is_candidate = several or (rises and not record.full)
-        self.needs_full_step = self._sums.needs_full_step
-        self.needs_full_step |= bool(is_candidate) and self.active_alert is None
-        self.full_steps_in_a_row = 3 if several else 1
+        is_candidate = several or bool(rises and not record.full)
+        self.needs_full_step = is_candidate and self.active_alert is None
+        self.needs_full_step |= self._sums.needs_full_step
+        self.full_steps_in_a_row = shared.SEVERAL if several else 1
         if self._sums.is_sure:
-            norm = record.total_grad_norm
+            norm, active = record.total_grad_norm, self.active_alert
             return Finding(
-                summary="Gradients add up from step to step: their norm is "
-                f"{figure(norm)}, and grows",
+                summary=f"Gradients add up from step to step: their norm is {figure(norm)}, and "
+                "grows",
                 cause=_NEVER_ZEROED,
                 advice=(
                     "Call optimizer.zero_grad() in every step, before backward()",
@@ -370,8 +361,7 @@ class LossDivergence(Detector):
                 ),
                 value=norm,
                 # The learning rate was blamed before.
-                escalates=self.active_alert is not None
-                and self.active_alert.cause != _NEVER_ZEROED,
+                escalates=active is not None and active.cause != _NEVER_ZEROED,
             )
         now = record.finite_loss
         if self.active_alert is not None or now is None:
@@ -393,11 +383,12 @@ class LossDivergence(Detector):
             cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
         moved = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
         name, too_large = baseline.large_start
+        inputs = baseline.large_inputs
         return Finding(
             summary=f"The loss rose to {figure(now, 4)}, and one optimizer step moves the "
             f"weights by {moved} their norm",
-            cause=too_large or cause,
-            advice=_INITIALIZE if name else _LOWER,
+            cause=too_large or inputs or cause,
+            advice=_INITIALIZE if name else (shared.STANDARDIZE, *_LOWER) if inputs else _LOWER,
             value=self._ratio,
             threshold=self.update_ratio,
             module_name=name or None,
@@ -459,7 +450,7 @@ class SummedGradients:
                 whole, used = record.total_grad_norm_before_clipping, record.total_grad_norm
                 factor = used / whole if whole else None
                 self._pairs = self._pairs + 1 if _is_one_factor(now, own + old, factor) else 0
-                self.is_sure |= self._pairs >= _PAIRS
+                self.is_sure |= self._pairs >= shared.AGAIN
                 self.needs_full_step &= not self.is_sure and self._pairs > 0
             elif is_first:  # there is nothing to add: the test does not work for this model
                 self._requested = shared.SEVERAL
@@ -480,7 +471,7 @@ def bias_gradients(record: StepRecord) -> tuple[dict[str, float], dict[str, floa
     """
     given, biases, layout = {}, {}, record.layout
     of_biases, rows = figures_of(record.grads, _sum_of), record.activation_grads.rows
-    totals, limits = _sum_of(rows), _ROUNDING * rms_of(rows) * rows.count
+    totals, limits = _sum_of(rows), shared.EXACT * rms_of(rows) * rows.count
     for row, name in enumerate(record.activation_grads):
         bias = of_biases.get(f"{name}.bias")
         adds_bias = layout.modules[layout.position[name]].type_name in _ADD_BIAS
@@ -505,7 +496,7 @@ def _is_one_factor(values: Figures, others: Figures, known: float | None = None)
         ratios = values / others
     if np.isnan(ratios).any():
         return False
-    factor = median(ratios.tolist()) if len(ratios) >= _PAIRS else 1.0
+    factor = median(ratios.tolist()) if len(ratios) >= shared.AGAIN else 1.0
     if factor > 1 + shared.ROUNDED or (known and abs(factor - known) > shared.FEW * known):
         return False
     near = np.abs(ratios - factor) <= shared.ROUNDED * abs(factor)
@@ -516,5 +507,3 @@ _ADD_BIAS = AFFINE | NORMALIZATIONS
 # Five random norms rise at each step once in 120 times: that costs full steps, no alert.
 _RISING = 4  # consecutive steps with a larger norm than the one before
 _SUMMED = 2.0  # times the first norm; five independent gradients add up to 2.2
-_PAIRS = 2  # one may be a coincidence
-_ROUNDING = 1e-4  # a thousand times float32's

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from math import e, log
-from statistics import median_high
 from typing import ClassVar, NamedTuple
 
 from telemetry.alert import Alert, Severity
@@ -38,8 +36,8 @@ class EvalMode(Detector):
     kind = "eval_mode"
     statistic = "activation_rms"
     confirm_after = "steps"
-    # Chosen manually: a step or two may be intended
-    steps: int = limit(20, "Consecutive steps in evaluation mode.")
+    # A step or two may be intended.
+    steps: int = limit(shared.LATEST, "Consecutive steps in evaluation mode.")
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.eval_mode:
@@ -69,7 +67,7 @@ def _idle_norms(record: StepRecord) -> Finding | None:
                 if abs(rms - before) <= shared.ROUNDED * rms and abs(rms - 1) > shared.ROUNDED:
                     idle.append(name)
         before = rms
-    if not new or len(idle) <= new / 2:
+    if len(idle) <= new / 2:
         return None
     return Finding(
         summary=f"{len(idle)} of {new} new batch norms are in evaluation mode, first "
@@ -120,11 +118,8 @@ class SameBatch(Detector):
     _divisor: int = state(0)
     _refuted: bool = state(False)
     _varied: bool = state(False)
-    _losses: deque[float] = state(deque(maxlen=shared.FEWEST))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        if (loss := record.finite_loss) is not None:
-            self._losses.append(loss)
         inputs, distance = record.fingerprints, record.step - self._since
         is_known = len(inputs) > 0 and all(map(math.isfinite, inputs))
         if is_known and inputs == self._inputs:
@@ -134,7 +129,8 @@ class SameBatch(Detector):
             self._inputs, self._since, self._divisor = inputs, record.step, 0
         is_zero = is_known and not any(inputs)
         # It overfits if the loss has fallen to almost zero, or none is logged.
-        overfits = not self._losses or median_high(self._losses) <= self.share * baseline.loss.first
+        loss = baseline.loss
+        overfits = not loss.latest or loss.median_of(shared.FEWEST) <= self.share * loss.first
         is_fault = self.active_alert is not None or self._varied or is_zero or overfits
         is_one = self._divisor == 1 and distance >= self.steps and is_fault
         # One more full step distinguishes a loader's period from a single batch.
@@ -194,14 +190,24 @@ class WrongLossInput(Detector):
     kind = "wrong_loss_input"
     statistic = "activation_rms"
     on = "full"
-    confirm_after = 3
+    confirm_after = shared.SEVERAL
     # Chosen manually; for some steps a squared error may have such gradients, or returns be equal
     steps: int = limit(shared.LATEST, "Steps over which this holds.")
     _since: int = state(-1)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        last = _last(record)
-        found = (_mistake(last) or _broadcast(record, last)) if last is not None else None
+        found, last = None, _last(record)
+        if last is not None and (mistake := _mistake(last)):
+            given, advice, severity = mistake
+            found = Finding(
+                summary=f"The loss gets {given}",
+                advice=advice,
+                severity=severity,
+                value=last.grads.sketch.sum,
+                module_name=last.name,
+            )
+        elif last is not None:
+            found = _broadcast(record, last)
         if found is None:
             self._since = -1
         elif self._since < 0:
@@ -212,50 +218,38 @@ class WrongLossInput(Detector):
         return True  # while the model and the loss are the same
 
 
-def _mistake(last: _Last) -> Finding | None:
-    """Return the finding of outputs that the loss does not expect."""
+def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
+    """Return what the loss gets where it expects something else, advice and severity."""
     type_name, p, g = last.type_name, last.outputs.sketch, last.grads.sketch
     name = f"{called(last.name)} ({type_name})"
     logits = (
         f"Give the loss the logits, without the {type_name}",
         "CrossEntropyLoss has its own softmax, BCEWithLogitsLoss its own sigmoid",
     )
-
-    def found(given: str, advice: tuple[str, ...], severity: Severity = "warning") -> Finding:
-        return Finding(
-            summary=f"The loss gets {given}",
-            advice=advice,
-            severity=severity,
-            value=g.sum,
-            module_name=last.name,
-        )
-
     columns = last.means[1] * last.units
     if type_name == "Softmax" and p.sum > 0:
         classes = p.finite_count / p.sum  # of each row, the sum is 1
         most = e / (e + classes - 1)
         if _are_errors(last, most / e, most, classes):
             again = f"the output of {name} and applies softmax again"
-            return found(f"{again}: the loss cannot fall below {figure(-log(most))}", logits)
+            return f"{again}: the loss cannot fall below {figure(-log(most))}", logits, "warning"
         totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
         are_targets = g.max <= 0 and any(abs(g.sum + n) < shared.TINY * n for n in totals)
         if are_targets and p.sum_squares < (1 - shared.FEW) * p.sum:
-            logarithms = ("Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss",)
-            expected = f"probabilities of {name} where it expects logarithms"
-            return found(expected, logarithms, "note")
+            return f"probabilities of {name} where it expects logarithms", _LOGARITHMS, "note"
         is_over_units = abs(classes - last.units) < shared.TINY * last.units
         is_over_batch = abs(p.sum - columns) < shared.TINY * columns
         if not is_over_units and last.units > 1 and is_over_batch:
             over_batch = f"a softmax of {name} over the batch: columns add up to 1, not rows"
-            return found(over_batch, _DIMENSION, "note")
+            return over_batch, _DIMENSION, "note"
     if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
         again = f"the output of {name} and applies sigmoid again"
-        return found(f"{again}: the loss cannot fall below {figure(log(1 + 1 / e))}", logits)
+        return f"{again}: the loss cannot fall below {figure(log(1 + 1 / e))}", logits, "warning"
     # Of a cross entropy, gradients add up to 0 and one of each row is negative.
     negative, others = (g.counts[of].sum() for of in (g.buckets < 0, g.buckets != 0))
     is_one = last.units > 2 and abs(negative / max(1, others) * last.units - 1) < 2 * shared.ROUNDED
     if type_name in _BOUNDS and is_one and abs(g.mean) < shared.TINY**2 * g.rms:
-        return found(f"the output of {name} as logits: {_BOUNDS[type_name]}", logits)
+        return f"the output of {name} as logits: {_BOUNDS[type_name]}", logits, "warning"
     return None
 
 
@@ -331,16 +325,17 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
     if not negative.size or not positive.size:
         return False
     rows = (grads.finite_count - grads.zero_count) / classes
-    for of in (1, *(means / rows for means in last.means)):
-        above = positive[0] > of * least and grads.max < (1 + shared.ROUNDED) * of * most
-        below = negative[-1] < of * (most - 1) and grads.min > (1 + shared.ROUNDED) * of * (
-            least - 1
-        )
-        if above and below:
-            return True
-    return False
+    some = 1 + shared.ROUNDED
+    return any(
+        positive[0] > of * least
+        and grads.max < some * of * most
+        and negative[-1] < of * (most - 1)
+        and grads.min > some * of * (least - 1)
+        for of in (1, *(means / rows for means in last.means))
+    )
 
 
+_LOGARITHMS = ("Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss",)
 _DIMENSION = ("Use dim=1 or dim=-1", "Remove the softmax before CrossEntropyLoss")
 _BOUNDS = {
     "ReLU": "no logit can be below 0",
@@ -418,7 +413,7 @@ class InputScale(CheckKind):
     largest: ClassVar[float] = 10.0
     smallest: ClassVar[float] = 0.02
     varies: ClassVar[float] = 0.02  # share of the standard deviation in the root mean square
-    advice = ("Standardize the inputs: subtract their mean, divide by their standard deviation",)
+    advice = (shared.STANDARDIZE,)
 
 
 class BatchLeak(CheckKind):

@@ -46,10 +46,10 @@ class NoLearning(Detector):
     # Chosen manually; tried 15 and 60, which move the alert
     steps: int = limit(30, "Steps from the first on.")
     # triplet_siamese, which has fitted all examples, has 4
-    zero_steps: int = limit(50, "Consecutive steps whose gradients are all zero.")
-    # Chosen manually: more micro-batches per step are unusual
-    losses: int = limit(100, "Losses logged before any optimizer step.")
-    full_steps_in_a_row: int = state(3)
+    zero_steps: int = limit(shared.LONG, "Consecutive steps whose gradients are all zero.")
+    # More micro-batches per step are unusual.
+    losses: int = limit(shared.LENGTH, "Losses logged before any optimizer step.")
+    full_steps_in_a_row: int = state(shared.SEVERAL)
     _norms: deque[float] = state(deque(maxlen=shared.RECENT))
     _before: float = state(0.0)
     _largest_ratio: float = state(0.0)
@@ -110,9 +110,8 @@ class NoLearning(Detector):
         if now < shared.TINY * self._before:
             left, advice = (f"clipping leaves {figure(now, 2)}", _CLIP) if now > 0 else _ZEROED
             cause = f"The gradient norm is {figure(self._before, 2)} after backward(), and {left}"
-        return Finding(
-            summary=summary, cause=cause, advice=advice, value=ratio, threshold=self.update_ratio
-        )
+        limit = self.update_ratio
+        return Finding(summary=summary, cause=cause, advice=advice, value=ratio, threshold=limit)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return self._largest_ratio <= self.update_ratio
@@ -158,15 +157,16 @@ class LossStuck(Detector):
     kind = "loss_stuck"
     statistic = "update_ratio"
     severity = "note"
-    clear_after = 2
+    clear_after = shared.AGAIN
     explained_by = frozenset(
         ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
     ).union(["wrong_loss_input", "exponential_trend"])
     after = explained_by
-    reduction: float = limit(0.03, "Share by which the loss must have fallen to count as learning.")
-    steps: int = limit(100, "Evaluated losses; as many must precede them.")
+    reduction: float = limit(
+        shared.NOISE, "Share by which the loss must have fallen to count as learning."
+    )
+    steps: int = limit(shared.LENGTH, "Evaluated losses; as many must precede them.")
     _losses: deque[float] = state(deque)
-    _classes: int = state(0)
     _given: tuple[float, ...] = state(())
     _varies: bool = state(False)
     _sizes: dict[str, float] = state(dict)
@@ -178,8 +178,6 @@ class LossStuck(Detector):
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.update_ratios:
-            counts = record.activations.rows.unit_count  # 0 where units are not recorded
-            self._classes = int(counts[-1]) if len(counts) else 0
             sizes = matrix_sizes(record)
             self._is_written_back, self._sizes = sizes == self._sizes != {}, sizes
         if record.fingerprints:
@@ -201,16 +199,14 @@ class LossStuck(Detector):
 
     def _judge(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         losses, first = np.array(self._losses), baseline.loss.first
-        latest = losses[-int(self.steps) :]
+        latest, parts = losses[-int(self.steps) :], np.array_split(losses, shared.FEWEST)
         now = float(latest.mean())
-        means = np.array([part.mean() for part in np.array_split(losses, shared.FEWEST)])
-        off = np.flatnonzero(np.abs(means - now) > self.reduction * abs(now))
-        stuck = (
-            shared.FEWEST - 1 - off[-1] if off.size else shared.FEWEST
-        ) / shared.FEWEST  # of the losses
-        self._since = round(record.step - stuck * len(losses) * baseline.interval)
+        off = [i for i, p in enumerate(parts) if abs(p.mean() - now) > self.reduction * abs(now)]
+        stuck = sum(map(len, parts[max(off, default=-1) + 1 :]))
+        self._since = round(record.step - stuck * baseline.interval)
         is_constant = latest.std() <= _ROUNDING * abs(now)
-        guess, cause = math.log(self._classes) if self._classes > 2 else math.nan, None
+        classes, cause = baseline.classes, None
+        guess = math.log(classes) if classes > 2 else math.nan
         if self._varies and is_constant and now > _NOTHING * abs(first):
             reference, what = now, "the same at each step though the batches differ"
         elif not (is_constant or _is_noise(latest)) or baseline.step_ratio <= _MOVES:
@@ -219,16 +215,16 @@ class LossStuck(Detector):
             cause = f"Each step moves the weights by {figure(baseline.step_ratio, 1)} of their norm"
             if self._is_written_back:
                 cause += ", and something else writes the old weights back"
-            least = min(map(np.median, np.array_split(losses, shared.FEWEST)))
+            least = min(map(np.median, parts))
             if abs(now - guess) < self.reduction * guess:
-                of = self._classes
-                reference, what = guess, f"as high as for a guess among {of} classes (ln {of})"
+                what = f"as high as for a guess among {classes} classes (ln {classes})"
+                reference = guess
             elif least > (1 - self.reduction) * first and now < (1 + self.reduction) * first:
                 reference, what = first, "as high as in the first steps"
             else:
                 return None
         return Finding(
-            severity="warning" if abs(now - guess) < _IS_GUESS * guess else None,
+            severity="warning" if abs(now - guess) < shared.ROUNDED * guess else None,
             summary=f"The loss of the last {self.steps} steps is {figure(now, 4)}, {what}",
             cause=cause,
             advice=(
@@ -255,7 +251,6 @@ def _is_noise(losses: Figures) -> bool:
 _MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; no_learning covers less
 _ROUNDING = 1e-5
 _NOTHING = 0.05  # of the first loss: left where all examples are fitted; chosen manually
-_IS_GUESS = 0.01  # experts_rate_jumps_ok, which learns slowly, is 0.02 below
 _CORRELATED = 0.3  # three standard errors of the correlation of 100 independent losses
 
 
@@ -274,8 +269,8 @@ class LearningRateZero(Detector):
     confirm_after = "steps"
     # A million such steps equal one at the peak. Schedules usually end at 0.1 to 0.001 of it.
     fraction: float = limit(1e-6, "Share of the highest learning rate that counts as zero.")
-    # Chosen manually: a schedule that ends at 0 has one or two such steps
-    steps: int = limit(20, "Consecutive steps at that rate.")
+    # A schedule that ends at 0 has one or two such steps.
+    steps: int = limit(shared.LATEST, "Consecutive steps at that rate.")
     _highest: float = state(0.0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -318,27 +313,22 @@ class UntrainedParameters(Detector):
     kind = "untrained_parameters"
     statistic = "training_state"
     explained_by = frozenset({"vanishing_gradient"})
-    # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
-    # detached by mistake usually a third or more. Chosen manually between them.
     share: float = limit(
-        0.2, "Share of the trainable elements from which missing gradients are a warning."
+        shared.PART, "Share of the trainable elements from which missing gradients are a warning."
     )
     # Chosen manually: rare parts have run by then, and it is within 100 steps
     steps: int = limit(90, "Steps until it reports, once.")
     # Full steps; a step of one optimizer of several says too little
-    evaluations: int = limit(2, "Full steps until it reports.")
-    full_steps_in_a_row: int = state(2)
+    evaluations: int = limit(shared.AGAIN, "Full steps until it reports.")
+    full_steps_in_a_row: int = state(shared.AGAIN)
     _steps: int = state(0)
     _evaluations: int = state(0)
     _is_new: bool = state(False)  # a parameter is trainable that was not before
     # trained, reached by a gradient, held by an optimizer, ran: [4, parameters]
-    _marks: Marks = state(np.zeros(0, bool))
+    _marks: Marks = state(np.zeros((4, 0), bool))
     _trainable: Marks = state(np.zeros(0, bool))
     _reported: Marks = state(np.zeros(0, bool))
     _trained_before: Marks = state(np.zeros(0, bool))
-
-    def set_up(self) -> None:
-        self._begin(0)
 
     def _begin(self, count: int, *, is_new: bool = True) -> None:
         """Start a new observation of ``count`` parameters."""
@@ -346,8 +336,7 @@ class UntrainedParameters(Detector):
         self._marks, self._is_new = np.zeros((4, count), bool), is_new
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        layout = record.layout
-        count = len(layout.parameters)
+        layout, count = record.layout, len(record.layout.parameters)
         if len(self._reported) != count:
             self._begin(count)
             self._trainable = self._reported = self._trained_before = np.zeros(count, bool)
@@ -361,14 +350,12 @@ class UntrainedParameters(Detector):
         self._steps += 1
         self._marks[0] |= record.grad_present
         (trained, reached, _, ran), trainable = self._marks, self._trainable
-        late = (
-            abs(self._steps - self.steps) < shared.FEWEST and self._evaluations < self.evaluations
-        )
-        self.needs_full_step = late and bool((trainable & ~trained & ~self._reported).any())
-        enough = self._steps >= self.steps and self._evaluations >= self.evaluations
-        if not enough or record.total_grad_norm == 0:
+        left, few = trainable & ~trained & ~self._reported, self._evaluations < self.evaluations
+        is_late = abs(self._steps - self.steps) < shared.FEWEST
+        self.needs_full_step = few and is_late and bool(left.any())
+        if few or self._steps < self.steps or record.total_grad_norm == 0:
             return None
-        left = trainable & ~trained & ~self._reported & (reached | ~self._trained_before)
+        left &= reached | ~self._trained_before
         # Names that differ from a trained one only in numbers.
         kinds = [(_NUMBER.sub(".*", f".{p.name}"), p.shape) for p in layout.parameters]
         known = {*compress(kinds, trained)}
@@ -418,16 +405,12 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 def _groups(layout: Layout, left: Marks, trainable: Marks) -> Iterable[str]:
     """Return the largest modules all of whose trainable parameters are left, in forward order."""
-    learns: set[str] = set()
-    for parameter, is_left, can in zip(layout.parameters, left, trainable, strict=True):
-        if can and not is_left:
-            learns.update(_within(parameter.module_name))
+    owners = [parameter.module_name for parameter in layout.parameters]
+    learns = {name for owner in compress(owners, trainable & ~left) for name in _within(owner)}
     groups: dict[str, None] = {}
-    for index in layout.depth_order:
-        if left[index]:
-            parameter = layout.parameters[index]
-            path = [name for name in _within(parameter.module_name) if name not in learns]
-            groups.setdefault(path[0] if path else parameter.name)
+    for index in layout.depth_order[left[layout.depth_order]].tolist():
+        path = [name for name in _within(owners[index]) if name not in learns]
+        groups.setdefault(path[0] if path else layout.parameters[index].name)
     return groups
 
 

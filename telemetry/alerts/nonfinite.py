@@ -44,27 +44,24 @@ class Nonfinite(Detector):
     persistent = True
     explained_by_rate_jump = True
     # A scaler halves its factor at each skipped step, and first needs several
-    losses: int = limit(10, "Consecutive non-finite losses without an optimizer step.")
+    losses: int = limit(shared.FEWEST, "Consecutive non-finite losses without an optimizer step.")
     _bad_losses: int = state(0)
     _loss_step: int = state(-1)
     _last_good: int | None = state(None)
     _skipped: bool | None = state(None)
     _has_scaler: bool = state(False)
     _calm_steps: int = state(0)
-    _has_begun: bool = state(False)
     _usual: set[str] = state(set)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step = False
         self._skipped = record.skipped
         self._has_scaler |= record.loss_scale is not None
-        if record.skipped:
-            return None
-        if not self._has_begun:
-            # Made as NaN, and perhaps never used.
+        if baseline.age == 0:  # made as NaN, and perhaps never used
             made = [n for n in record.nan_buffers if not n.endswith(RUNNING_STATISTICS)]
             self._usual.update(made)
-            self._has_begun = True
+        if record.skipped:
+            return None
         # Steps without a record in between are unknown.
         after_good = self._last_good == record.step - 1
         found = origin(record, self._usual, after_good=after_good)

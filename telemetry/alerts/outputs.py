@@ -39,10 +39,12 @@ class AttentionCollapse(Detector):
     statistic = "attention_entropy"
     on = "full"
     severity = "note"
-    clear_after = 2
+    clear_after = shared.AGAIN
     # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
     # 0.97; at 0.1 a token sees 1.3 of 24 others.
-    fraction: float = limit(0.1, "Mean entropy of all rows, as a share of ln S for S tokens.")
+    fraction: float = limit(
+        shared.FEW, "Mean entropy of all rows, as a share of ln S for S tokens."
+    )
     # Heads of fused_queries_too_large and its siblings have logits of 80 to 400 and an entropy of
     # 0 to 0.07; those of their healthy twins 14 at most, and 0.29.
     logit: float = limit(
@@ -52,9 +54,11 @@ class AttentionCollapse(Detector):
     )
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        shares = [(share, called(str(o)), o.module_name) for o, share in _entropies(record).items()]
-        for what, name, logit, share in _heads(record):
-            shares.append((share if logit > self.logit else 1.0, what, name))
+        shares = [*_entropies(record)]
+        for name, heads in record.attention.items():
+            for head, (logit, share) in enumerate(zip(heads.logit_max, heads.entropy, strict=True)):
+                what = f"head {head} of {called(name)}"
+                shares.append((share if logit > self.logit else 1.0, what, name))
         low = [found for found in shares if found[0] < self.fraction]
         if not low:
             return None
@@ -75,26 +79,18 @@ class AttentionCollapse(Detector):
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return not (_entropies(record) or record.attention)
+        return not (any(_entropies(record)) or record.attention)
 
 
-def _heads(record: StepRecord) -> Iterator[tuple[str, str, float, float]]:
-    """Yield name, module, largest logit and entropy of the heads in a fused kernel."""
-    for name, heads in record.attention.items():
-        for head, (logit, share) in enumerate(zip(heads.logit_max, heads.entropy, strict=True)):
-            yield f"head {head} of {called(name)}", name, float(logit), share
-
-
-def _entropies(record: StepRecord) -> dict[Output, float]:
-    """Return the entropy share of each output that holds attention weights."""
-    layout, entropies = record.layout, dict[Output, float]()
+def _entropies(record: StepRecord) -> Iterator[tuple[float, str, str]]:
+    """Yield entropy, name and module of each output that holds attention weights."""
     for output in record.outputs:
-        if _ATTENTION.search(output.module_name):
-            module = layout.modules[layout.position[output.module_name]]
-            is_softmax = module.type_name.startswith("Softmax") or output.place > 0
-            if is_softmax and (entropy := _entropy(record.outputs[output])) is not None:
-                entropies[output] = entropy
-    return entropies
+        name = output.module_name
+        module = record.layout.modules[record.layout.position[name]]
+        is_softmax = module.type_name.startswith("Softmax") or output.place > 0
+        may_be = is_softmax and _ATTENTION.search(name)
+        if may_be and (entropy := _entropy(record.outputs[output])) is not None:
+            yield entropy, called(str(output)), name
 
 
 def _entropy(weights: TensorRecord) -> float | None:
@@ -107,8 +103,7 @@ def _entropy(weights: TensorRecord) -> float | None:
     p = np.clip((limits[buckets] + limits[buckets + 1]) / 2, 0.0, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         surprise = np.where(p > 0, -p * np.log(p), 0.0)
-    entropy = float(surprise @ sketch.counts) / total
-    return entropy / -math.log(sketch.mean)
+    return float(surprise @ sketch.counts) / total / -math.log(sketch.mean)
 
 
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -130,8 +125,8 @@ class OutputCollapse(Detector):
     kind = "output_collapse"
     statistic = "activation_std"
     on = "full"
-    confirm_after = 2
-    clear_after = 3
+    confirm_after = shared.AGAIN
+    clear_after = shared.SEVERAL
     explained_by = shared.LOST | {"exponential_trend", "untrained_parameters", "loss_stuck"}
     # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     share: float = limit(
@@ -151,12 +146,12 @@ class OutputCollapse(Detector):
         are_wide &= ~np.logical_or.accumulate(are_wide & (sizes == 0))
         judged = are_wide & (sizes > 0) & (rows.count >= shared.FEW_SAMPLES * counts)
         for place in judged.nonzero()[0].tolist():
-            output, share = outputs[place], float(rows.variation[place] / sizes[place])
+            output, variation = outputs[place], float(rows.variation[place])
+            share = variation / float(sizes[place])
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
-            variation = float(rows.variation[place])
             # Targets far from zero, such as temperatures in kelvin, leave it as it was.
-            narrows = variation <= shared.FEW * self._began.setdefault(output, variation)
-            narrows |= share <= _ROUNDING
+            began = self._began.setdefault(output, variation)
+            narrows = variation <= shared.FEW * began or share <= shared.EXACT
             if share <= self.share and highest >= _VARIES and narrows:
                 collapsed.append((output, share))
         if (found := _alike(record)) is not None or not collapsed or baseline.age < shared.LATEST:
@@ -179,8 +174,7 @@ class OutputCollapse(Detector):
 @np.errstate(invalid="ignore")  # of masks
 def _alike(record: StepRecord) -> Finding | None:
     """Return the finding of the first layer whose units all have the same two extremes."""
-    layout, activations = record.layout, record.activations
-    rows, names = activations.rows, [*activations]
+    layout, names, rows = record.layout, [*record.activations], record.activations.rows
     known = rows.unit_count.nonzero()[0]
     if not len(known):
         return None
@@ -190,7 +184,7 @@ def _alike(record: StepRecord) -> Finding | None:
     high = np.maximum.reduceat(rows.units, starts)
     extent = high[:, 1] - low[:, 0]
     are_alike = (counts >= shared.FEW_SAMPLES) & (extent > 0)
-    are_alike &= np.maximum(*(high - low).T) <= _ROUNDING * extent
+    are_alike &= np.maximum(*(high - low).T) <= shared.EXACT * extent
     for row in known[are_alike].tolist():
         name = names[row]
         if layout.modules[layout.position[name]].type_name in AFFINE:
@@ -199,13 +193,12 @@ def _alike(record: StepRecord) -> Finding | None:
                 cause="They have equal weights and get equal gradients",
                 advice=("Initialize weights at random, not with a constant",),
                 value=0.0,
-                threshold=_ROUNDING,
+                threshold=shared.EXACT,
                 module_name=name,
             )
     return None
 
 
-_ROUNDING = 1e-4  # of their range
 _VARIES = 0.3
 
 
@@ -227,8 +220,8 @@ class ExpertCollapse(Detector):
     statistic = "dead_experts"
     on = "full"
     severity = "note"
-    confirm_after = 2
-    clear_after = 3
+    confirm_after = shared.AGAIN
+    clear_after = shared.SEVERAL
     explained_by = shared.DIVERGED | {"nonfinite", "weight_jump"}
     explained_by_rate_jump = True
     tokens: float = limit(
@@ -258,7 +251,7 @@ class ExpertCollapse(Detector):
             if not chosen.any():
                 continue
             is_warning = bool((idle & had).mean() >= self.share)
-            found = Finding(
+            of_router = Finding(
                 summary=f"{int(chosen.sum())} of {len(load)} experts of {called(name)} get no "
                 f"tokens: {ranges(chosen)}. Even loads would have given each "
                 f"{missed[chosen].min():,.0f}",
@@ -272,7 +265,7 @@ class ExpertCollapse(Detector):
                 severity="warning" if is_warning else "note",
                 escalates=is_warning and was_note,
             )
-            findings.append(found)
+            findings.append(of_router)
         return max(findings, key=lambda found: found.severity == "warning", default=None)
 
 

@@ -26,7 +26,7 @@ class RanksDiverge(Detector):
     kind = "ranks_diverge"
     statistic = "weight_norm"
     severity = "error"
-    clear_after = 20
+    clear_after = shared.LATEST
     _moved: bool = state(False)  # a step changed the parameters
     _settled: bool = state(False)  # they were compared after that
     _apart: set[str] = state(set)  # parameters that may differ between ranks
@@ -92,8 +92,8 @@ class RanksSameBatch(Detector):
 
     kind = "ranks_same_batch"
     on = "full"
-    confirm_after = 3
-    clear_after = 3
+    confirm_after = shared.SEVERAL
+    clear_after = shared.SEVERAL
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         facts = record.ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from itertools import combinations
 from statistics import fmean, median
-from typing import NamedTuple
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
@@ -16,13 +15,6 @@ from telemetry.tag_names import ALLOCATED_BYTES, HOST_OWN_BYTES, TIMES
 
 _WAIT, _FORWARD, _BACKWARD, _OPTIMIZER = TIMES
 _MIB = 2**20
-
-
-class _Times(NamedTuple):
-    """Seconds of a step, and of its wait for data."""
-
-    step_s: float
-    wait_s: float
 
 
 class InputBound(Detector):
@@ -49,7 +41,8 @@ class InputBound(Detector):
 
     def set_up(self) -> None:
         self._full_in_a_row = 0
-        self._latest = deque[_Times](maxlen=shared.LONG)
+        # seconds: of the wait for data, of the step
+        self._latest = deque[tuple[float, float]](maxlen=shared.LONG)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.bare_step_s:
@@ -57,13 +50,10 @@ class InputBound(Detector):
         self._full_in_a_row = self._full_in_a_row + 1 if record.full else 0
         if record.full and self._full_in_a_row < shared.LONG:
             return None
-        self._latest.append(_Times(record.bare_step_s, record.usage[_WAIT]))
-        if len(self._latest) < shared.LONG or (share := self._share()) <= self.share:
-            return None
-        wait_s, step_s = map(
-            median, zip(*[(t.wait_s, t.step_s) for t in self._latest], strict=True)
-        )
-        if wait_s < self.seconds:
+        self._latest.append((record.usage[_WAIT], record.bare_step_s))
+        wait_s, step_s = map(median, zip(*self._latest, strict=True))
+        share = self._share()
+        if len(self._latest) < shared.LONG or share <= self.share or wait_s < self.seconds:
             return None
         return Finding(
             summary=f"Half of the last {shared.LONG} steps waited for data {share:.0%} of their "
@@ -84,7 +74,7 @@ class InputBound(Detector):
         return not self._latest or self._share() > shared.MOST * self.share
 
     def _share(self) -> float:
-        return median([t.wait_s / t.step_s for t in self._latest])
+        return median([wait_s / step_s for wait_s, step_s in self._latest])
 
 
 def slowest_rank(facts: RankFacts | None) -> str | None:
@@ -98,7 +88,7 @@ def slowest_rank(facts: RankFacts | None) -> str | None:
     spreads = {tag: facts.usage[tag] for tag in (_WAIT, _FORWARD, _OPTIMIZER)}
     tag = max(spreads, key=lambda tag: spreads[tag].high - spreads[tag].low)
     longest, step_s = spreads[tag], sum(facts.usage[tag].high for tag in TIMES)
-    if longest.high - longest.low < 0.1 * step_s:
+    if longest.high - longest.low < shared.FEW * step_s:
         return None
     why = "its data" if tag == _WAIT else "its own computing"
     return (
@@ -133,9 +123,8 @@ class MemoryGrowth(Detector):
         self._begin()
 
     def _begin(self) -> None:
-        self._width = max(
-            int(self.steps) // shared.LATEST, 1
-        )  # of an interval, where steps are dense
+        # of an interval, where steps are dense
+        self._width = max(int(self.steps) // shared.LATEST, 1)
         self._first = list[int]()  # step of each interval
         self._lowest, self._tokens = list[float](), list[float]()
 

@@ -10,6 +10,7 @@ FEW_SAMPLES = 8  # fewer may be equal by chance, or all the same token; tried 2
 RECENT = 5  # losses whose median ignores two outliers, points of a trend; tried 2 and 10
 SEVERAL = 3  # in a row, or of a majority: the effect of one batch is over by then; tried 1 and 6
 SOON = 2  # steps until a requested full step
+AGAIN = 2  # evaluations that confirm each other, the fewest; tried 1 and 4
 NAMED = 5  # modules in a sentence
 NEVER = 10**9  # steps since an event that never happened
 
@@ -17,9 +18,13 @@ NEVER = 10**9  # steps since an event that never happened
 
 MOST = 0.75
 HALF = 0.5
+# Of the trainable elements: an auxiliary head of Inception has an eighth, one of multitask_switch a
+# tenth, a pooler of BERT a hundredth; a branch that is detached by mistake usually a third or more.
+PART = 0.2
 FEW = 0.1  # of all layers, so that one noisy layer does not count; of what was learned
 NOISE = 0.03  # of the first loss: less may be noise
 ROUNDED = 0.01  # by which equal numbers differ: in bfloat16 by 0.4 %
+EXACT = 1e-4  # by which equal numbers differ in float32: a thousand times its rounding
 TINY = 1e-3  # of an input, of a norm, of a sum over a batch in float32
 
 # --- growth ---------------------------------------------------------------------------------------
@@ -48,6 +53,7 @@ LOST = DIVERGED | INACTIVE
 # --- remedies -------------------------------------------------------------------------------------
 
 WARM_UP = "Lower the learning rate or warm it up"
+STANDARDIZE = "Standardize the inputs: subtract their mean, divide by their standard deviation"
 CLIP = "Clip gradients (clip_grad_norm_)"
 FREEZE = "Freeze layers that should not learn by requires_grad_(False)"
 FIX_RATE = (

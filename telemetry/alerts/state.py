@@ -45,13 +45,12 @@ def restore(target: object, plain: object) -> None:
 def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
     """Return a value of the type ``hint`` to replace ``current``."""
     kind, arguments = get_origin(hint) or hint, get_args(hint)
-    if kind is Any:
+    if kind is Any or kind is Literal:
         return plain
     if kind is UnionType:  # with None
         return None if plain is None else _restored(arguments[0], plain)
-    if kind is Literal or kind in _SCALARS:
-        fits = plain in arguments if arguments else isinstance(plain, _SCALARS[kind])
-        if not fits:
+    if kind in _SCALARS:
+        if not isinstance(plain, _SCALARS[kind]):
             raise TypeError(f"{plain!r} is not a {hint}")
         return plain
     is_list = kind in (np.ndarray, list, set, dict, deque) or issubclass(kind, tuple)

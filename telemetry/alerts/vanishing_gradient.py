@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import numpy as np
 
 from telemetry.alerts import shared
-from telemetry.alerts.baseline import Baseline, Figures, Marks
+from telemetry.alerts.baseline import Baseline, Figures, Marks, with_matrices
 from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.exploding import Stretch
 from telemetry.alerts.losses import bias_gradients
@@ -38,7 +38,7 @@ class VanishingGradient(Detector):
     """
 
     kind = "vanishing_gradient"
-    clear_after = 20
+    clear_after = shared.LATEST
     explained_by = shared.DIVERGED | {
         "dead_units",
         "saturated_units",
@@ -62,8 +62,10 @@ class VanishingGradient(Detector):
     branch_steps: int = limit(shared.FEWEST, "Consecutive steps, for side branches.")
     # Lora and resnet_zero_gamma are zero at the first step alone, gan_ring at every other one.
     zero_steps: int = limit(shared.LATEST, "Consecutive steps with zero gradients.")
-    # As in UntrainedParameters; multitask_switch has a tenth
-    zero_share: float = limit(0.2, "Share of the trainable elements, if earlier layers learn.")
+    zero_share: float = limit(
+        shared.PART, "Share of the trainable elements, if earlier layers learn."
+    )
+    full_steps_in_a_row: int = state(shared.AGAIN)
     _names: tuple[str, ...] = state(())
     _full_steps_gone: int = state(0)
     # A module's share is log10 of its gradient norm over the largest.
@@ -103,19 +105,12 @@ class VanishingGradient(Detector):
         self._faint_steps = np.where(faint, self._faint_steps + 1, 0.0)
         self._zero_steps = np.where(zero, self._zero_steps + 1, 0.0)
         found = self._small(record, baseline, share, faint) if faint.any() else None
-        two = zero.any() and not self.needs_full_step
-        self.full_steps_in_a_row = _ZERO_FULL_STEPS if two else 1
         if record.full:
             cut_off = self._zero(record)
             return found or cut_off
         lasted = self._zero_steps - self.zero_steps
-        is_new = (self._counted & (lasted >= 0) & (lasted < _ZERO_FULL_STEPS)).any()
-        if found is None and self.active_alert is None and zero.any() and is_new:
-            # Whether _zero() might find them, by the last full step.
-            gone, first = _cut_off(zero, self._counted)
-            sizes = _sizes(record.layout)
-            share = sizes[gone].sum() / sizes[self._counted].sum() if gone.any() else 0.0
-            self.needs_full_step |= bool(first.any() or share >= self.zero_share)
+        is_new = (self._counted & (lasted >= 0) & (lasted < shared.AGAIN)).any()
+        self.needs_full_step |= found is None and self.active_alert is None and bool(is_new)
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
@@ -136,20 +131,19 @@ class VanishingGradient(Detector):
         self._update_share = np.where(faint, updates, np.nan)
         levels = baseline.layers.levels
         faint = faint & ~(levels[-shared.FEWEST :] == -np.inf).any(axis=0)
-        fading = self._fading(baseline, share, faint)
+        fading = self._fading(baseline, share, faint, self._update_share)
         if not fading.any():
-            unknown = faint & np.isnan(self._update_share)
-            unknown &= self._faint_steps >= self.steps - shared.SOON
-            self.needs_full_step = self.active_alert is None and bool(unknown.any())
+            unknown = np.isnan(self._update_share)
+            updates = np.where(unknown, -np.inf, self._update_share)
+            might = unknown & self._fading(baseline, share, faint, updates, soon=shared.SOON)
+            self.needs_full_step = self.active_alert is None and bool(might.any())
             return None
         first = int(np.flatnonzero(fading)[0])
         moves = update_limit <= self._update_share[first] < math.inf
         factor = figure(10 ** -share[first], 2)
         cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
-        advice: tuple[str, ...] = (
-            _LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED,
-            *_LARGER,
-        )
+        other = _LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED
+        advice: tuple[str, ...] = (other, *_LARGER)
         if self._names[first] in baseline.began_zero:
             cause = f"All weights of {called_all(baseline.began_zero, shared.NAMED)} started at 0"
             advice = _LARGER[1:]
@@ -163,12 +157,14 @@ class VanishingGradient(Detector):
             module_name=self._names[first],
         )
 
-    def _fading(self, baseline: Baseline, share: Figures, faint: Marks) -> Marks:
-        """Mark modules that have vanished."""
+    def _fading(
+        self, baseline: Baseline, share: Figures, faint: Marks, updates: Figures, soon: int = 0
+    ) -> Marks:
+        """Mark modules that have vanished with these update ratios, ``soon`` steps from now."""
         limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
         levels, rows = baseline.layers.levels, len(baseline.layers.levels) - 1
         steps = self.branch_steps if baseline.began_small else self.steps
-        lasted, updates = self._faint_steps, self._update_share
+        lasted = self._faint_steps + soon
         fading = faint & (lasted >= steps) & (updates < update_limit)
         fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # all from the first on
         # The middle of the steps at which each was small.
@@ -207,16 +203,17 @@ class VanishingGradient(Detector):
         nothing_learns = record.learning_rates and not any(record.learning_rates)
         if not zero.any() or nothing_learns:
             return None
-        gone, first = _cut_off(zero, counts)
+        gone = zero & counts
+        gone[np.flatnonzero(~zero)[-1] :] = False  # later ones are heads that are not used
+        first = gone & np.logical_and.accumulate(gone | ~counts)
         branch = gone & ~first & ~holds(record.reached)
-        sizes = _sizes(layout)
+        sizes = np.bincount(layout.owners, layout.sizes)[layout.owning]
         if sizes[branch].sum() < self.zero_share * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
         self._full_steps_gone = self._full_steps_gone + 1 if gone.any() else 0
         self.needs_full_step |= self.active_alert is None and self._full_steps_gone == 1
-        # Dead units, which may be the cause, take as many.
-        if self._full_steps_gone < _ZERO_FULL_STEPS:
+        if self._full_steps_gone < shared.AGAIN:
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
@@ -264,7 +261,6 @@ _CUT_OFF = (
 # Decades: branches whose scale starts at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2
-_ZERO_FULL_STEPS = 2
 
 
 def _is_rectified(layout: Layout) -> bool:
@@ -273,26 +269,11 @@ def _is_rectified(layout: Layout) -> bool:
     return bool(types & UNBOUNDED) and types.isdisjoint(BOUNDED)
 
 
-def _cut_off(zero: Marks, counts: Marks) -> tuple[Marks, Marks]:
-    """Mark modules that count and have no gradient before later ones, and those from the first."""
-    gone = zero & counts
-    gone[np.flatnonzero(~zero)[-1] :] = False
-    return gone, gone & np.logical_and.accumulate(gone | ~counts)
-
-
-def _sizes(layout: Layout) -> Figures:
-    """Return the number of elements of the modules that own parameters."""
-    return np.bincount(layout.owners, layout.sizes)[layout.owning].astype(float)
-
-
 def _with_matrices(record: StepRecord) -> Marks:
     """Mark modules that train a matrix or have none: before batch norm, a bias has no gradient."""
-    layout, count = record.layout, len(record.layout.modules)
-    matrices = np.array([*layout.matrices.values()], np.intp)
-    owners, trains = layout.owners[matrices], record.grad_present[matrices]
-    all_, trained = (np.bincount(of, minlength=count) for of in (owners, owners[trains]))
-    marks: Marks = ((trained > 0) | (all_ == 0))[layout.owning]
-    return marks
+    layout, matrices = record.layout, np.array([*record.layout.matrices.values()], np.intp)
+    trained = layout.owners[matrices[record.grad_present[matrices]]]
+    return np.isin(layout.owning, trained) | ~with_matrices(layout)
 
 
 def _is_known(record: StepRecord) -> bool:
@@ -307,7 +288,7 @@ def _unless_rising(fading: Marks, share: Figures, before: Figures) -> Marks:
     return np.zeros_like(fading) if growth.size and growth.mean() > _STEADY else fading
 
 
-def _update_share(record: StepRecord, small: Collection[str]) -> Figures:
+def _update_share(record: StepRecord, small: Sequence[str]) -> Figures:
     """Return log10 of the modules' update ratios over the largest one of modules with matrices.
 
     The scale of a branch that starts near zero moves by many times its size, and so do matrices
@@ -315,9 +296,8 @@ def _update_share(record: StepRecord, small: Collection[str]) -> Figures:
     """
     ratios, layout = table(record).column("update_ratio")[record.layout.owning], record.layout
     known = np.isfinite(ratios)
-    own = [p.name in layout.matrices and p.module_name not in small for p in layout.parameters]
-    with_matrix = known & (np.bincount(layout.owners, own)[layout.owning] > 0)
-    moved = ratios[with_matrix if with_matrix.any() else known]
+    usual = known & with_matrices(layout) & ~np.isin(layout.owner_names, small)
+    moved = ratios[usual if usual.any() else known]
     if not moved.size or moved.max() <= 0:
         return np.full(len(ratios), np.nan)
     with np.errstate(divide="ignore"):

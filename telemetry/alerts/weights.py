@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import compress
 from statistics import median
 
 import numpy as np
 
-from telemetry.alert import Severity
 from telemetry.alerts import shared
-from telemetry.alerts.baseline import Baseline, Figures, matrix_sizes
+from telemetry.alerts.baseline import Baseline, Figures, matrix_sizes, with_matrices
 from telemetry.alerts.detector import Detector, Finding, limit, state
+from telemetry.layers import table
 from telemetry.plain_text import called, called_all, figure
 from telemetry.records import StepRecord
 
@@ -37,29 +38,26 @@ class WeightJump(Detector):
     after = explained_by
     # Healthy runs have 2.3, after a spike (llm_spike_recovers)
     factor: float = limit(shared.JUMP, "Growth of a matrix between two full steps.")
-    _names: tuple[str, ...] = state(())
-    _steps: tuple[int, ...] = state(())
-    _levels: Figures = state(np.zeros(0))
-    _fastest: Figures = state(np.zeros(0))
+    _names: tuple[str, ...] | None = state(None)
+    _steps: tuple[int, ...] = state(())  # the latest full steps
+    _levels: Figures = state(np.zeros(0))  # logarithms of the sizes at the last one
+    _fastest: Figures = state(np.zeros(0))  # change per step
 
     @np.errstate(divide="ignore", invalid="ignore")  # of weights that are zero
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         sizes = matrix_sizes(record)
-        names = tuple(sizes)
+        names, levels = tuple(sizes), np.log([*sizes.values()])
         known, before, fastest = self._steps, self._levels, self._fastest
-        levels = self._levels = np.log([*sizes.values()])
-        if names != self._names or not known or record.step <= known[-1]:
-            self._names, self._steps = names, (record.step,)
-            self._fastest = np.zeros(len(names))
+        self._levels = levels
+        if names != self._names:
+            self._names, self._steps, self._fastest = names, (record.step,), np.zeros(len(names))
             return None
-        changes = levels - before
+        changes, steps = levels - before, record.step - known[-1]
         changes[~np.isfinite(changes)] = math.inf  # growth from zero has no limit
-        steps = record.step - known[-1]
         self._steps = (*known[-shared.SEVERAL :], record.step)
         self._fastest = np.maximum(fastest, np.abs(changes) / steps)
-        least = np.maximum(
-            shared.THIRTYFOLD * np.maximum(fastest * steps, _STEADY), math.log(self.factor)
-        )
+        usual = fastest * steps
+        least = np.maximum(shared.THIRTYFOLD * np.maximum(usual, _STEADY), math.log(self.factor))
         # Matrices that have never moved were frozen, and have no usual speed.
         judged = np.isfinite(changes) & (fastest > 0)
         (jumped,) = (judged & (np.abs(changes) > least)).nonzero()
@@ -68,12 +66,12 @@ class WeightJump(Detector):
         if is_new or not len(jumped) or is_several or baseline.since_rate_jump <= steps:
             return None
         most = jumped[np.abs(changes[jumped]).argmax()]
-        times, usual = math.exp(changes[most]), math.expm1(fastest[most] * steps)
+        times = math.exp(changes[most])
         parameter = record.layout.parameters[record.layout.parameter_position[names[most]]]
         size = f"{figure(times)}x larger" if times > 1 else f"{figure(1 / times)}x smaller"
         return Finding(
             summary=f"{called(parameter.name)} is {size} than at step {known[-1]}, after "
-            f"changes of {figure(usual, 2)} of its size at most in as many steps",
+            f"changes of {figure(math.expm1(usual[most]), 2)} of its size at most in as many steps",
             advice=(
                 "Check for code that writes to it: a copy, a reset, a checkpoint, another unit",
                 "Clip gradients if one batch did it",
@@ -104,7 +102,7 @@ class LayersNotLearning(Detector):
     kind = "layers_not_learning"
     statistic = "update_ratio"
     on = "full"
-    clear_after = 3
+    clear_after = shared.SEVERAL
     explained_by = (
         shared.INACTIVE
         | shared.EXPLOSIONS
@@ -112,69 +110,53 @@ class LayersNotLearning(Detector):
     )
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
     share: float = limit(
-        shared.TINY, "Update ratio over that of the fastest quarter of the weight matrices."
+        shared.TINY, "Update ratio over that of the fastest quarter of the layers."
     )
-    steps: int = limit(100, "Steps over which three full steps show this.")
-    full_steps_in_a_row: int = state(2)
+    steps: int = limit(shared.LENGTH, "Steps over which three full steps show this.")
+    full_steps_in_a_row: int = state(shared.AGAIN)
     _names: tuple[str, ...] = state(())
     _since: Figures = state(np.zeros(0))
     _evaluations: Figures = state(np.zeros(0))
     _is_left: bool = state(False)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        layout = record.layout
-        names = tuple(layout.matrices)
+        layout, names = record.layout, record.layout.owner_names
         if names != self._names:
             self._names = names
             self._since, self._evaluations = np.zeros((2, len(names)))
-        ratios = np.array([record.update_ratios.get(name, np.nan) for name in names])
+        ratios = table(record).column("update_ratio")[layout.owning]
+        ratios[~with_matrices(layout)] = np.nan
         moved = ratios[np.isfinite(ratios) & (ratios > 0)]
         if not moved.size:
             return None
-        moved.sort()
-        usual = float(np.interp(0.75 * (len(moved) - 1), np.arange(len(moved)), moved))
+        usual = float(np.quantile(moved, shared.MOST))
         if usual < _STILL:  # none of the layers learns
             return None
-        norms = record.grad_norms[[*layout.matrices.values()]]
-        limit = self.share * usual
-        slow, learns = (ratios < limit) & (norms > 0), ratios >= limit
-        self._is_left = bool(((ratios < shared.JUMP * limit) & (norms > 0)).any())
+        limit, has_gradient = self.share * usual, record.owner_grad_norms > 0
+        slow, learns = (ratios < limit) & has_gradient, ratios >= limit
+        self._is_left = bool(((ratios < shared.JUMP * limit) & has_gradient).any())
         self._since = np.where(slow & (self._evaluations == 0), record.step, self._since)
         self._evaluations = np.where(learns, 0, self._evaluations + slow)
         lasts = slow & (record.step - self._since >= self.steps)
-        # A layer learns if one of its matrices does: a kernel's parameter may have its own rate.
-        owners = layout.owners[[*layout.matrices.values()]]
-        lasts &= ~np.isin(owners, owners[learns])
-        found = lasts & (self._evaluations >= 3)
+        found = lasts & (self._evaluations >= shared.SEVERAL)
         self.needs_full_step = bool((lasts & ~found).any())
         if not found.any():
             return None
-        slowest = np.array([*layout.matrices.values()])[found].tolist()
-        layers = [layout.parameters[index].module_name for index in slowest]
-        ratio = float(ratios[found].max())
-        highest = dict(zip(baseline.layers.names, baseline.layers.highest, strict=True))
-        now = dict(zip(layout.owner_names, record.owner_grad_levels, strict=True))
-        fallen = 10 ** min([highest.get(name, -np.inf) - now[name] for name in layers])
+        layers, ratio = [*compress(names, found)], float(ratios[found].max())
+        fallen = 1.0
+        if baseline.layers.names == names:
+            fallen = 10 ** (baseline.layers.highest - record.owner_grad_levels)[found].min()
+        has_faded = fallen > 1 / shared.TINY
         cause = "They get gradients, so their learning rate or their precision is too low"
-        severity: Severity | None = None
-        advice: tuple[str, ...] = (
-            "Check the learning rate of their parameter group, and layer-wise decay",
-            "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
-            shared.FREEZE,
-        )
-        if fallen > 1 / shared.TINY:
+        if has_faded:
             cause = f"Their gradients have become {figure(fallen, 2)}x smaller"
-            severity = "note"  # a loss that is switched off, or that is learned, trains no layer
-            advice = (
-                "Check the part of the loss that trains them: it may be saturated",
-                "Check the other models that it depends on, such as a discriminator that wins",
-            )
         return Finding(
             summary=f"A step moves {called_all(layers, shared.NAMED)} by {figure(ratio, 2)} of "
             f"their norm at most, and other layers by {figure(usual, 2)}",
             cause=cause,
-            advice=advice,
-            severity=severity,
+            advice=_FADED if has_faded else _SLOW,
+            # A loss that is switched off, or that is learned, trains no layer.
+            severity="note" if has_faded else None,
             value=ratio,
             threshold=limit,
             module_name=layers[0],
@@ -185,6 +167,15 @@ class LayersNotLearning(Detector):
 
 
 _STILL = 1e-9  # of a weight's norm
+_SLOW: tuple[str, ...] = (
+    "Check the learning rate of their parameter group, and layer-wise decay",
+    "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
+    shared.FREEZE,
+)
+_FADED = (
+    "Check the part of the loss that trains them: it may be saturated",
+    "Check the other models that it depends on, such as a discriminator that wins",
+)
 
 
 class ExponentialTrend(Detector):
@@ -256,7 +247,7 @@ class ExponentialTrend(Detector):
                 now,
                 1 / self.shrinkage,
             )
-        if not loss.is_better and (rate := _steady(steps, levels, least, compound=_COMPOUND)):
+        if not loss.is_better and (rate := _steady(steps, levels, least, compound=shared.HALF)):
             return self._found(
                 "weights",
                 f"The weights grow by {figure(10**rate - 1, 2)} of their size at each step, "
@@ -349,13 +340,12 @@ def _steady(steps: Figures, levels: Figures, least: float, *, compound: float = 
         with np.errstate(all="ignore"):
             faster = parts[1:] / parts[:-1]
             power = np.log10(last / before) / parts[-2:].mean()
-        is_steady = parts.min() > 0 and faster.min() >= _SLOWER and faster.max() <= _FASTER
+        is_steady = parts.min() > 0 and faster.min() >= _SLOWER and faster.max() <= shared.JUMP
         if is_steady and power >= compound:
             return float((levels[-1] - levels[first]) / (steps[-1] - steps[first]))
     return 0.0
 
 
 _PARTS = 4
-_SLOWER, _FASTER = 0.6, 3.0  # learning slows down, and jumps are sudden
-_COMPOUND = 0.5  # Adam adds nearly the same amount at each step; chosen manually
+_SLOWER = 0.6  # learning slows down
 _CHANGES = 4  # of the learning rate: two warm restarts or drops are fewer

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from telemetry.capture.context import Context, guarded
 from telemetry.capture.hooks import ForwardHook
-from telemetry.capture.missed_steps import MissedSteps
-from telemetry.capture.observations import Observation
-from telemetry.capture.parameters import Indexed, take_norms
-from telemetry.capture.pending import PendingStep
-from telemetry.capture.state import State, Target, guarded
+from telemetry.capture.norms import Norms, take_norms
+from telemetry.capture.observations import Observation, Observations
+from telemetry.capture.parameters import Indexed
 from telemetry.plain_text import called_all
+from telemetry.ranks.topology import RankNotes
 from telemetry.records import Output
 from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task
 from telemetry.torch_private.host_copy import HostCopy
@@ -36,14 +36,20 @@ class BackwardPasses:
 
     Attributes:
         over: Whether nothing is observed any more.
-        missed: Evidence of why the step does not end.
+        passes: Number of passes of training that have ended.
+        before_clipping: For each parameter that a pass has reached: the norms at the end of the
+            last pass, and its place among them.
+        ends: For passes with a gradient that is not finite: whether it is, as far as known, and
+            the number of observations at the end.
     """
 
-    def __init__(self, target: Target, state: State, pending: PendingStep, *, over: bool) -> None:
-        self.guard = target.guard
-        self.over = over
-        self.missed = MissedSteps()
-        self._target, self._state, self._pending = target, state, pending
+    def __init__(self, context: Context, observations: Observations, notes: RankNotes) -> None:
+        self.guard = context.guard
+        self.over = False
+        self.passes = 0
+        self.before_clipping: dict[int, tuple[Norms, int]] = {}
+        self.ends: list[tuple[bool | HostCopy, int]] = []
+        self._context, self._observations, self._notes = context, observations, notes
         # By task; there are several at a time if one starts another.
         self._running: dict[int, _Pass] = {}
         self._probed: list[Observation] = []  # of passes that reached no parameter
@@ -58,21 +64,16 @@ class BackwardPasses:
         ]
 
     @guarded("to observe the gradient of {1.called}")
-    def on_output_grad(
-        self, hook: ForwardHook, place: int, grad: Tensor | None, in_graph: bool = False
-    ) -> None:
+    def on_output_grad(self, hook: ForwardHook, place: int, grad: Tensor | None) -> None:
         """Receive the gradient of an output of this step."""
         if self.over or grad is None:
             return  # a graph kept from an earlier step; an output that got no gradient
         running = self._running.get(backward_task()) or self._begin_pass()
-        tensors = self._pending.observations
-        into = tensors.all if running is None else running.observations
+        into = self._observations.all if running is None else running.observations
         output = Output(hook.name, place) if place else hook.output
-        ranks, notes = self._state.ranks, self._pending.notes
-        if ranks is None or ranks.takes_output_grad(notes, output, grad):
-            observed = tensors.add("output_grads", output, grad, into, scaled=True)
-            if in_graph:
-                tensors.check(observed, grad, self._target.totals.checks_left)
+        ranks = self._context.ranks
+        if ranks is None or ranks.takes_output_grad(self._notes, output, grad):
+            self._observations.add("output_grads", output, grad, into, scaled=True)
 
     def on_accumulated(self, parameter: Tensor) -> None:
         """Note that a gradient has accumulated, so that this backward pass is one of training."""
@@ -97,34 +98,33 @@ class BackwardPasses:
     def on_end(self, task: int) -> None:
         """Read the gradients after a pass: they are reduced over ranks and not clipped yet."""
         ended = self._running.pop(task)
-        pending, state = self._pending, self._state
-        if self.over or not state.training:
+        if self.over or not self._context.training:
             return  # its step is over, or only repeated
         if not ended.accumulated:
-            if pending.passes == 0:
+            if self.passes == 0:
                 self._probed += ended.observations
             return
-        pending.passes += 1
-        observations = pending.observations.all
-        observations += ended.observations
+        self.passes += 1
+        self._observations.all += ended.observations
         parameters = ended.accumulated.values()
-        for group in take_norms(self._target.table.grads_of(parameters)):
-            nonfinite = group.nonfinite()
-            if nonfinite is not None:
-                pending.overflow_ends.append((HostCopy(nonfinite), len(observations)))
+        for group in take_norms(self._context.table.grads_of(parameters)):
+            if (is_nonfinite := group.nonfinite()) is not False:
+                self.ends.append((is_nonfinite, len(self._observations.all)))
             for place, index in enumerate(group.indices):
-                pending.before_clipping[index] = group, place
+                self.before_clipping[int(index)] = group, place
         # Many passes without a step: nothing more is observed.
-        message = self.missed.after_pass(pending.passes, ended.accumulated)
+        message = self._context.missed.after_pass(
+            self.passes, next(iter(parameters)), is_alone=self._context.ranks is None
+        )
         if message is not None:
             self.guard.failures.log_once(message)
-            state.observe(training=False)
+            self._context.observe(training=False)
 
     def stop(self) -> None:
         """Observe nothing any more, even where a graph holds a hook of ours."""
-        if self._pending.passes == 0:
+        if self.passes == 0:
             # They were all training: loops that use ``autograd.grad`` have no others.
-            self._pending.observations.all += self._probed
+            self._observations.all += self._probed
             self._probed = []
         self.over = True
         while self._handles:

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from telemetry.capture.backward import BackwardPasses
+from telemetry.capture.context import Context
+from telemetry.capture.copies import Copies
 from telemetry.capture.experts import ExpertLoads
 from telemetry.capture.hooks import ForwardHook, Inert, ResultHook
 from telemetry.capture.nested import tensors_in
-from telemetry.capture.observations import Observation
+from telemetry.capture.observations import Observations
 from telemetry.capture.parameters import PLAIN, local, plain
-from telemetry.capture.pending import PendingStep
-from telemetry.capture.state import State, Target
 from telemetry.measure import fingerprint, images
 from telemetry.measure.attention import attention_figures
 from telemetry.plain_text import called_all
+from telemetry.ranks.topology import RankNotes
 from telemetry.records import Output
 from telemetry.torch_private import is_being_traced
 from telemetry.torch_private.host_copy import HostCopy
@@ -50,10 +51,10 @@ class ForwardPasses:
     Guarded methods call its methods.
 
     Args:
-        pending: Receives the values.
-        backward: Receives the gradients of outputs.
+        backward: Receives the gradients of outputs; None in a phase.
 
     Attributes:
+        examples: Length of the model's first input tensor, summed over its calls.
         order: Names of the watched modules in the order of their first call.
         loads: Numbers of tokens of each expert.
         function: Function that computed what the model returned, named like its module; empty if
@@ -62,18 +63,19 @@ class ForwardPasses:
 
     def __init__(
         self,
-        target: Target,
-        state: State,
-        pending: PendingStep,
-        backward: BackwardPasses,
+        context: Context,
+        observations: Observations,
+        copies: Copies,
+        notes: RankNotes,
+        backward: BackwardPasses | None,
     ) -> None:
+        self.examples = 0
         self.order: dict[str, None] = {}
         self.loads = ExpertLoads()
         self.function = ""
-        self._target, self._state, self._content = target, state, target.content
-        self._record, self._pending = pending.record, pending
-        self._tensors = pending.observations
-        self._backward = weakref.ref(backward)
+        self._context, self._content = context, context.content
+        self._observations, self._copies, self._notes = observations, copies, notes
+        self._backward = backward
         # Whether the next watched module receives its arguments from outside.
         self._awaits_input = True
         self._given: set[int] = set()  # identities of the tensors of the batch
@@ -88,7 +90,7 @@ class ForwardPasses:
         tensors = tensors_in(given)
         for tensor in tensors:
             if tensor.dim() and not is_being_traced(tensor):
-                self._record.examples += tensor.size(0)
+                self.examples += tensor.size(0)
                 break
         self._add_inputs("", tensors)
 
@@ -112,7 +114,7 @@ class ForwardPasses:
         outputs = tensors_in(output)
         for place, tensor in enumerate(outputs):
             if is_being_traced(tensor):
-                self._target.guard.failures.log_once(
+                self._context.guard.failures.log_once(
                     "passes in which the model is traced or transformed, or is on the meta "
                     "device, have no values to measure"
                 )
@@ -120,7 +122,7 @@ class ForwardPasses:
             self._add_output(hook, tensor, place)
             self._latest = weakref.ref(tensor)
             # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
-            if tensor.grad_fn is not None and self._state.output_grads and not self._record.phase:
+            if tensor.grad_fn is not None and self._context.output_grads and self._backward:
                 tensor.register_hook(_GradHook(self._backward, hook, place))
         if given or hook.convolves:
             self._take_images(hook, given, outputs)
@@ -129,40 +131,39 @@ class ForwardPasses:
         """Receive one of a module's outputs from a compiled graph."""
         self._awaits_input = False
         self.order.setdefault(hook.name)
-        observation = self._add_output(hook, tensor, place)
-        self._tensors.check(observation, tensor, self._target.totals.checks_left)
+        self._add_output(hook, tensor, place)
         if hook.convolves and place == 0:
             self._take_images(hook, [], [tensor])
 
     def _add_inputs(self, name: str, given: list[Tensor]) -> None:
         """Measure tensors from outside, each once, though a module passes it on."""
-        target, ranks, notes = self._target, self._state.ranks, self._pending.notes
-        counts = ranks is None or ranks.takes_inputs(notes, name, target.model())
-        if self._record.phase or not self._content.activations or not counts:
+        ranks, model = self._context.ranks, self._context.model()
+        counts = ranks is None or ranks.takes_inputs(self._notes, name, model)
+        if self._backward is None or not self._content.activations or not counts:
             return
         for tensor in given:
             if id(tensor) in self._given or is_being_traced(tensor):
                 continue
             self._given.add(id(tensor))
-            fingerprints = self._pending.copies_of("fingerprints")
+            fingerprints = self._copies.of("fingerprints")
             if len(fingerprints) < _FINGERPRINTS:
                 fingerprints += map(HostCopy, fingerprint(local(tensor.detach())))
             if tensor.dtype in _DISCRETE:
                 continue
             channels = () if name else _channels_of(tensor)
             for place, part in enumerate(channels or (tensor,)):
-                observed = self._tensors.add("inputs", name, part, self._tensors.all)
+                observed = self._observations.add("inputs", name, part)
                 if channels and observed is not None:  # measured once, for both
                     channel = observed._replace(kind="channels", name=str(place))
-                    self._tensors.all.append(channel)
+                    self._observations.all.append(channel)
 
-    def _add_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> Observation | None:
+    def _add_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         if not self._content.activations:
-            return None
+            return
         if hook.router is not None:
             self.loads.add(hook.name, hook.router, local(tensor), place)
         if tensor.dtype in _DISCRETE:
-            return None
+            return
         output, axis = Output(hook.name, place) if place else hook.output, None
         if not tensor.is_nested and (dim := tensor.dim()) >= 2:  # which axis has the units
             axis = 1 if hook.units == "first" else dim - 1
@@ -170,10 +171,9 @@ class ForwardPasses:
                 axis = self._unit_axes.get(tensor.shape, 1 if dim > 3 else dim - 1)
             else:
                 self._unit_axes[tensor.shape] = axis
-        ranks, notes = self._state.ranks, self._pending.notes
-        if ranks is not None and not ranks.takes_output(notes, output, tensor, axis):
-            return None
-        return self._tensors.add("outputs", output, tensor, self._tensors.all, unit_axis=axis)
+        ranks = self._context.ranks
+        if ranks is None or ranks.takes_output(self._notes, output, tensor, axis):
+            self._observations.add("outputs", output, tensor, unit_axis=axis)
 
     def on_attention(
         self,
@@ -189,13 +189,13 @@ class ForwardPasses:
         enable_gqa: bool = False,
     ) -> None:
         """Measure a call of ``scaled_dot_product_attention`` by a module of this name."""
-        calls = self._pending.copies_of("attention", name)
+        calls = self._copies.of("attention", name)
         if len(calls) >= _ATTENTION_CALLS or is_being_traced(query):
             return
         mask = None if attn_mask is None else local(attn_mask)
         dense = plain(enumerate((query, key)))
         if len(dense) < 2 or (mask is not None and type(mask) not in PLAIN):
-            self._target.guard.failures.log_once(
+            self._context.guard.failures.log_once(
                 f"the attention of {called_all([name], 1)} is not measured: nested or sparse "
                 f"tensors, or a mask of type {type(mask).__name__}"
             )
@@ -215,16 +215,16 @@ class ForwardPasses:
             return
         if hook.pictured:
             maps = map(images.sample_feature_maps, outputs)
-            self._pending.take_picture("feature_maps", hook.name, maps)
-        self._pending.take_picture("input", None, map(images.sample_inputs, given))
+            self._copies.take_picture("feature_maps", hook.name, maps)
+        self._copies.take_picture("input", None, map(images.sample_inputs, given))
 
     def take_filters(self) -> None:
         """Sample the filters of the first convolution, before the optimizer changes them."""
         module = None if self._convolution is None else self._convolution.module()
         if self._convolution is not None and module is not None:
-            weights: list[Any] = [module.weight]
-            filters = (images.sample_filters(local(weight.detach())) for weight in weights)
-            self._pending.take_picture("filters", self._convolution.name, filters)
+            weight: Any = module.weight
+            filters = map(images.sample_filters, [local(weight.detach())])
+            self._copies.take_picture("filters", self._convolution.name, filters)
 
 
 def _channels_of(tensor: Tensor) -> Sequence[Tensor]:
@@ -247,10 +247,8 @@ class _GradHook(Inert):
     __torch_unserializable__ = True
     """Keeps PyTorch from warning that it does not save the hook along with the output."""
 
-    def __init__(
-        self, backward: weakref.ref[BackwardPasses], hook: ForwardHook, place: int
-    ) -> None:
-        self._backward, self._hook, self._place = backward, weakref.ref(hook), place
+    def __init__(self, backward: BackwardPasses, hook: ForwardHook, place: int) -> None:
+        self._backward, self._hook, self._place = weakref.ref(backward), weakref.ref(hook), place
 
     def __call__(self, grad: Tensor) -> None:
         if torch.compiler.is_compiling():

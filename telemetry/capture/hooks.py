@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from telemetry.capture.context import Context
 from telemetry.capture.experts import Router
 from telemetry.capture.nested import tensors_in
-from telemetry.capture.state import State
 from telemetry.records import Output
 from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, keep_in_graph
@@ -73,10 +73,10 @@ class ModuleHook(Inert):
     After a compilation, and behind hooks of the user's own, it is installed on its module instead.
     """
 
-    def __init__(self, observer: CallObserver, state: State, module: nn.Module) -> None:
+    def __init__(self, observer: CallObserver, context: Context, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.handle: RemovableHandle | None = None  # while the hook is on its module
-        self._observer, self._state = observer, state
+        self._observer, self._context = observer, context
         self._for_one_call = False
 
     def install(self, *, for_one_call: bool = False) -> None:
@@ -114,7 +114,7 @@ class InputHook(ModuleHook):
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self._state.armed and model is self.module():
+        if self._context.armed and model is self.module():
             given = (args, keywords_of_call())
             self._observer.on_input(self, given, torch.is_grad_enabled())
 
@@ -122,8 +122,10 @@ class InputHook(ModuleHook):
 class ForwardHook(ModuleHook):
     """Hook of a watched module, for its outputs."""
 
-    def __init__(self, observer: CallObserver, state: State, name: str, module: nn.Module) -> None:
-        super().__init__(observer, state, module)
+    def __init__(
+        self, observer: CallObserver, context: Context, name: str, module: nn.Module
+    ) -> None:
+        super().__init__(observer, context, module)
         self.rename(name)
         self.pictured = False  # its feature maps are drawn
         self.router: Router | None = None  # it chooses experts
@@ -159,19 +161,19 @@ class ForwardHook(ModuleHook):
         if module is self.module():
             if self._for_one_call:
                 self.remove()
-            if self._state.armed:
+            if self._context.armed:
                 self._observer.on_output(self, args, output, torch.is_grad_enabled())
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that is compiled; the compiler traces this method."""
         if not GRAPHS_CAN_BE_OBSERVED or torch.compiler.is_exporting():
             return
-        state = self._state
-        if not (state.armed if torch.is_grad_enabled() else state.in_phase):
+        context = self._context
+        if not (context.armed if torch.is_grad_enabled() else context.in_phase):
             return
         for place, tensor in enumerate(tensors_in(output)):
             torch.ops.telemetry.observe(tensor, self._number, place, False)
-            if tensor.requires_grad and state.output_grads:
+            if tensor.requires_grad and context.output_grads:
                 _observe_gradient(tensor, self._number, place)
 
     def in_graph(self, tensor: Tensor, place: int, backward: bool) -> None:

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, MethodType
 import torch
 from torch import nn
 
-from telemetry.capture.state import Target
+from telemetry.capture.context import Context
 from telemetry.records import CodeLocation, Layout, Module, Parameter
 from telemetry.selection import cleaned
 from telemetry.torch_private.ranks import written_class
@@ -31,9 +31,9 @@ class Layouts:
         forward_order: Names of the modules that have run, by their first calls.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, context: Context) -> None:
         self.forward_order: dict[str, None] = {}
-        self._target = target
+        self._context = context
         self._any_gone = True
         self._layout = Layout(modules=(), parameters=())
         self._function = ""
@@ -52,12 +52,12 @@ class Layouts:
             parameters: Those of the step, if they may not be the current ones.
             function: Type of the model itself, if its output is that of a function.
         """
-        parameters = parameters or self._target.table.parameters
+        parameters = parameters or self._context.table.parameters
         new = [name for name in ran if name not in self.forward_order] if ran else ()
         is_new = function not in ("", self._function)
         self._function = function or self._function
         if new or is_new or self._any_gone or self._layout.parameters is not parameters:
-            model = self._target.model()
+            model = self._context.model()
             if model is not None:
                 self.forward_order.update(dict.fromkeys(new))
                 self._layout = self._make_layout(model, parameters, ran)
@@ -65,7 +65,7 @@ class Layouts:
 
     def load_forward_order(self, order: Iterable[str]) -> None:
         """Restore the order from an earlier part of the run."""
-        model = self._target.model()
+        model = self._context.model()
         if model is not None:
             known = cleaned(model.named_modules())
             self.forward_order = dict.fromkeys(name for name in order if name in known)
@@ -79,7 +79,7 @@ class Layouts:
         if self._function:
             modules[""] = self._function
         places = places_in_code(modules_by_name)
-        shown = set(cleaned(self._target.selection.apply(model).items()))
+        shown = set(cleaned(self._context.selection.apply(model).items()))
         recorded = shown.union(ran, (p.module_name for p in parameters if p.recorded))
         # Tensors of modules that were removed since belong to the step.
         used = [*ran, *(parameter.module_name for parameter in parameters)]

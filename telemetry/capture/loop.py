@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,22 +15,18 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from telemetry.capture.account import Plan
-from telemetry.capture.clock import LoopClock
+from telemetry.capture.clock import APART, OPTIMIZER, LoopClock
+from telemetry.capture.context import Content, Context, Guard, guarded
 from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.layouts import Layouts
-from telemetry.capture.light_step import LightReader
 from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Turns
-from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.pending import Pending
 from telemetry.capture.schedule import Schedule
-from telemetry.capture.state import Content, Guard, State, Target, guarded
-from telemetry.capture.step import Step
-from telemetry.capture.usage import APART, OPTIMIZER
+from telemetry.capture.step import FullStep, Step
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
-from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, undisturbed
+from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task
 from telemetry.torch_private.compiler import not_compiled
 from telemetry.torch_private.ranks import calling_stage
 
@@ -37,25 +34,17 @@ from telemetry.torch_private.ranks import calling_stage
 class Loop:
     """Turns the training of one model into records, one per optimizer step.
 
-    The model is held weakly. It is a state machine:
+    The model is held weakly. While the loop is attached, a step is in progress, which hooks and
+    optimizers fill; hooks of modules are installed at full steps only. It ends, and the next one
+    begins:
 
-    - ``off``: No hooks.
-    - ``open``: A step has begun. Hooks fill its record: those of modules at full steps only.
-    - ``read``: One call has read all gradients of a step that is not full, and its optimizer runs.
+    - After the optimizer that ends steps, see :class:`Turns`.
+    - Before an optimizer steps that has stepped in this step already, if :class:`Turns` says so.
+    - At the first call of the model, ``batch`` and ``state_dict``, if an optimizer has stepped and
+      others could have followed.
+    - At ``logger.step()``.
 
-    Its transitions, which end a step and begin the next one where ``next`` is said:
-
-    - ``attach``: off → open.
-    - Before an optimizer steps: open → read, if :class:`LightReader` can. If the optimizer has
-      stepped in this step already: open → next open, then its gradients are read.
-    - After it: read → next open; open → next open, if it is the one that ends steps.
-    - The first call of the model, ``batch`` and ``state_dict``: open → next open, if an optimizer
-      has stepped and others could have followed.
-    - ``logger.step()``: next open.
-    - ``detach``: off.
-
-    :class:`Turns` says which optimizer ends steps. The :class:`Schedule` plans a step when it
-    begins.
+    The :class:`Schedule` plans a step when it begins.
 
     Args:
         schedule: Plans each step, and measures the time of the training thread.
@@ -64,6 +53,9 @@ class Loop:
         primary: Optimizer whose steps count; None: see :class:`Turns`.
         find_ranks: Called before anything is measured. Returns the observer of the other ranks, or
             None if this rank measures everything.
+
+    Attributes:
+        attached: Whether the hooks are installed.
     """
 
     def __init__(
@@ -73,7 +65,7 @@ class Loop:
         selection: Selection,
         schedule: Schedule,
         content: Content,
-        deliver: Callable[[Pending], None],
+        deliver: Callable[[Step], None],
         safe_point: Callable[[], None],
         primary: Optimizer | None,
         failures: Failures,
@@ -81,28 +73,20 @@ class Loop:
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
         self.guard = Guard(failures, schedule.account.stopwatch)
-        self.model = weakref.ref(model)
-        self._safe_point = safe_point
-        self._table = ParameterTable(model, selection)
-        self._target = Target(
-            model=self.model,
-            selection=selection,
-            table=self._table,
-            content=content,
-            guard=self.guard,
+        self.attached = False
+        self._context = Context(
+            model, selection=selection, content=content, guard=self.guard, first_step=first_step
         )
-        self._state = State(first_step)
-        self._layouts = Layouts(self._target)
+        self.model = self._context.model
         self.clock = LoopClock(model, failures)
-        self._modules = WatchedModules(
-            self._target, self._state, self, self.clock.before_compilation
-        )
-        self._turns = Turns(self._table, primary)
-        self._reader = LightReader(self._table)
+        self._safe_point = safe_point
+        self._layouts = Layouts(self._context)
+        self._modules = WatchedModules(self._context, self, self.clock.before_compilation)
+        self._turns = Turns(self._context.table, primary)
         self._schedule = schedule
         self._plan: Plan = "norms"  # of the step in progress
-        self._step = self._new_step(full=False)
-        self._phases: list[tuple[int, Step]] = []  # with their threads, the innermost last
+        self._step = Step(self._context, self._turns)
+        self._phases: list[tuple[int, FullStep]] = []  # with their threads, the innermost last
         self._deliver, self._delivered = deliver, False
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._by_hand = False  # the loop has no optimizer
@@ -112,12 +96,7 @@ class Loop:
     @property
     def step(self) -> int:
         """Number of the step in progress."""
-        return self._state.step
-
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are installed."""
-        return self._state.now != "off"
+        return self._context.step
 
     # --- on and off -------------------------------------------------------------------------------
 
@@ -127,12 +106,12 @@ class Loop:
             return
         _HOOKS.add(self)
         self._turns.forget()
-        self._table.forget_optimizers()
+        self._context.table.forget_optimizers()
         self._schedule.account.restart()
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
-        self._state.now = "open"
-        self._begin(self.step, attaching=True)
+        self.attached = True
+        self._begin(self.step, follows=False)
         self.clock.start()
 
     def detach(self) -> None:
@@ -141,7 +120,8 @@ class Loop:
         self.clock.stop()
         _HOOKS.remove(id(self))
         self._turns.forget()
-        self._state.now = "off"
+        self._context.reader.stop()
+        self.attached = False
         self._remove_hooks()
 
     def end(self) -> None:
@@ -149,7 +129,7 @@ class Loop:
         self.end_open_step()
         if self.attached and not self._delivered:
             ran = self._modules.how_they_ran(self._step)
-            level, message = self._step.backward.missed.at_the_end(ran)
+            level, message = self._context.missed.at_the_end(ran)
             if message:
                 self.guard.failures.log_once(message, level=level)
         self.detach()
@@ -161,13 +141,13 @@ class Loop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the fields that ``state`` has; hooks must be off."""
-        self._state.step = state.get("step", self.step)
-        self._step = self._new_step(full=False)
+        self._context.step = state.get("step", self.step)
+        self._step = Step(self._context, self._turns)
         self._layouts.load_forward_order(state.get("forward_order", ()))
 
     def _remove_hooks(self) -> None:
         self._step.stop()
-        self._state.observe(training=False)
+        self._context.observe(training=False)
         self._modules.detach()
 
     # --- begin of a step --------------------------------------------------------------------------
@@ -179,44 +159,43 @@ class Loop:
             self.guard.failures.report("to plan a step")
             return "norms"
 
-    def _begin(self, number: int, attaching: bool = False) -> None:
-        """Begin a step. One that is read follows with the same object, which gathers nothing."""
-        state, was_read = self._state, self._state.now == "read"
-        state.step, state.now = number, "open"
+    def _begin(self, number: int, *, follows: bool = True) -> None:
+        """Begin a step; ``follows``: another one has just ended."""
+        self._context.step, self._context.thread = number, self._stepping_thread
         self._plan = self._plan_step(number)
-        if self._plan == "full" or not was_read:
-            self._open(full=self._plan == "full", attaching=attaching)
+        if self._plan == "full":
+            self._begin_full(follows=follows)
+            return
+        if self._step.full:
+            self._stop_observing()
+        self._step = Step(self._context, self._turns)
 
     @guarded("to begin a step", reads=False)
-    def _open(self, *, full: bool, attaching: bool = False) -> None:
-        """Gather a new step from here on."""
+    def _begin_full(self, *, follows: bool) -> None:
+        context = self._context
         self._step.stop()
-        state = self._state
-        state.thread = self._stepping_thread
-        self._step = step = self._new_step(full=full)
+        self._step = step = FullStep(context, self._turns)
         try:
-            if full:
-                self._modules.observe()
-                follows, by_hand = not attaching, self._by_hand
-                state.output_grads = step.begin(follows=follows, by_hand=by_hand)
-                self.clock.measure(self._table.device)
-                self._schedule.account.measure(self._table.device)
-                state.observe(training=True)
-            else:
-                self._modules.stop()
+            self._modules.observe()
+            context.output_grads = step.begin(follows=follows, by_hand=self._by_hand)
+            self.clock.measure(context.table.device)
+            self._schedule.account.measure(context.table.device)
+            context.observe(training=True)
         except Exception:
             self.guard.failures.report("to attach its hooks")
             self._remove_hooks()
 
-    def _new_step(self, *, full: bool, phase: str = "") -> Step:
-        return Step(self._target, self._state, self._turns, full=full, phase=phase)
+    @guarded("to stop observing", reads=False)
+    def _stop_observing(self) -> None:
+        self._step.stop()
+        self._modules.stop()
 
     def _join_ranks(self) -> None:
         """Find the other ranks, at the first call of the model or step of an optimizer."""
         if self._find_ranks is not None:
             find, self._find_ranks = self._find_ranks, None
             with self.guard.failures.contained("to join the other ranks"):
-                self._state.ranks = find()
+                self._context.ranks = find()
 
     # --- forward and backward passes --------------------------------------------------------------
 
@@ -235,21 +214,23 @@ class Loop:
 
     @guarded("to measure attention")
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        if self._step.backward.over or backward_task() != NO_TASK:  # checkpointing repeats the call
-            return
+        step = self._step
+        if not isinstance(step, FullStep) or step.backward.over or backward_task() != NO_TASK:
+            return  # checkpointing repeats the call
         if (name := self._modules.calling_module()) is not None:
-            self._step.forward.on_attention(name, *args, **keywords)
+            step.forward.on_attention(name, *args, **keywords)
 
     @guarded("to observe {1.called} in a compiled graph")
     def in_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
         if backward:
-            self._step.backward.on_output_grad(hook, place, tensor, in_graph=True)
+            if isinstance(self._step, FullStep):
+                self._step.backward.on_output_grad(hook, place, tensor)
             return
         # Graphs that run without gradients have observers only in phases.
         if (step := self._step_of_call(hook, grad_enabled=True)) is not None:
             step.forward.on_graph_output(hook, tensor, place)
 
-    def _step_of_call(self, hook: ForwardHook | InputHook, grad_enabled: bool) -> Step | None:
+    def _step_of_call(self, hook: ForwardHook | InputHook, grad_enabled: bool) -> FullStep | None:
         """Return the step or phase of a module's call; None if it is neither.
 
         A call is training if gradients are enabled and the model or the module is in training
@@ -258,11 +239,13 @@ class Loop:
 
         The call may be the first of the next step.
         """
-        thread, step, state = threading.get_ident(), self._step, self._state
+        thread, step, context = threading.get_ident(), self._step, self._context
         if self._phases and self._phases[-1][0] == thread:
             return self._phases[-1][1]
         model, module = self.model(), hook.module()
-        if not state.training or not grad_enabled or model is None or module is None:
+        if not (context.training and grad_enabled and isinstance(step, FullStep)):
+            return None
+        if model is None or module is None:
             return None
         if not (model.training or module.training or self.clock.eval_mode):
             return None
@@ -270,15 +253,16 @@ class Loop:
             return None
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
             return None if hook in step.ran else step
-        if state.thread not in (None, thread):
+        if context.thread not in (None, thread):
             return None
-        state.thread = thread
+        context.thread = thread
         if step.parameters and self._turns.settle():  # an optimizer has stepped
             self._complete()
             return self._step_of_call(hook, grad_enabled)
         if not step.unchanged and self._modules.changed():
-            self._open(full=True)
-            step, state.thread = self._step, thread
+            context.thread = self._stepping_thread
+            self._begin_full(follows=True)
+            return self._step_of_call(hook, grad_enabled)
         step.unchanged = True
         step.ran.add(hook)
         return step
@@ -289,7 +273,7 @@ class Loop:
         if self.model() is None or not self.attached:
             yield
             return
-        phase = threading.get_ident(), self._new_step(full=True, phase=name)
+        phase = threading.get_ident(), FullStep(self._context, self._turns, name)
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.observe()
         self._phases.append(phase)
@@ -306,8 +290,8 @@ class Loop:
             self._hand_over(phase[1])
 
     def _observe_phases(self) -> None:
-        self._state.in_phase = bool(self._phases)
-        self._state.observe(training=self._state.training)
+        self._context.in_phase = bool(self._phases)
+        self._context.observe(training=self._context.training)
 
     # --- optimizer steps --------------------------------------------------------------------------
 
@@ -316,21 +300,10 @@ class Loop:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Read the gradients before an optimizer steps; return other arguments for it, or None."""
         turns = self._turns
-        if (
-            turns.is_alone(optimizer)
-            and (len(args) == 1 or _are_none(args[1:]))
-            and (not kwargs or _are_none(kwargs.values()))
-            and backward_task() == NO_TASK
-            and self._read_at_once(optimizer)
-        ):
-            turns.run(optimizer)
-            return None
-        if not self._table.are_stepped_by(optimizer):
+        if not self._context.table.are_stepped_by(optimizer):
             return None
         if turns.is_inner(optimizer):
             turns.leave_to_caller(optimizer)
-            if self._state.now == "read":
-                return None
         else:
             turns.run(optimizer)
             if turns.begins_next_step(optimizer):
@@ -344,32 +317,36 @@ class Loop:
         self.before_step(optimizer)
         return None
 
+    def before_step(self, optimizer: Optimizer, *, repeats: bool = False) -> None:
+        """Read the final gradients; ``repeats``: until the step ends, passes only repeat."""
+        self.clock.lap(APART)
+        self._note_mode()
+        if self._takes_norms() and not self._step.read_at_once(optimizer):
+            self._step.before_step(optimizer)
+        if repeats:
+            self._context.observe(training=False)
+        self.clock.lap(OPTIMIZER)
+
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Read the parameters after an optimizer has stepped, and end the step if it is over."""
-        turns, state = self._turns, self._state
-        if state.now == "read" and self._reader.reads(optimizer):
-            turns.finish()
-            self._complete()
-            self._safe_point()
-            return
-        if not self._table.are_stepped_by(optimizer):
-            self._step.backward.missed.other_steps += 1
+        turns, context, step = self._turns, self._context, self._step
+        if not context.table.are_stepped_by(optimizer):
+            context.missed.other_steps += 1
             self.clock.restart_wait()
             return
         if turns.is_inner(optimizer):
-            self._step.after_step(optimizer)
+            step.after_step(optimizer)
             return
         turns.finish()
         self.clock.lap(APART)
-        if self._step.full:
-            self._step.after_step(optimizer)
-            state.observe(training=not self._step.backward.over)
-        if turns.is_only(optimizer):
-            self._reader.prepare(optimizer, again=self._step.full)
-        self.clock.wait()
-        stepped = self._step.pending.stepped
-        is_last = turns.ends is None and self._table.all_among(stepped())
-        if not turns.end(optimizer, is_last=is_last):
+        step.after_step(optimizer)
+        if isinstance(step, FullStep):
+            context.observe(training=not step.backward.over)
+        again, reader = step.full, context.reader
+        if (again or not reader.reads(optimizer)) and turns.is_only(optimizer):
+            reader.prepare(optimizer, again=again)
+        if not turns.end(optimizer, step.held):
+            self.clock.wait()
             return
         # An optimizer that steps inside backward is not the last one to do so. Deferred, to come
         # after the end of that backward pass.
@@ -377,40 +354,9 @@ class Loop:
             self._complete()
             self._safe_point()
 
-    def before_step(self, optimizer: Optimizer, *, repeats: bool = False) -> None:
-        """Read the final gradients; ``repeats``: until the step ends, passes only repeat."""
-        self.clock.lap(APART)
-        self._note_mode()
-        if not self._reader.reads(optimizer):
-            self._reader.stop()
-        if self._takes_norms():
-            self._step.before_step(optimizer)
-        if repeats:
-            self._state.observe(training=False)
-        self.clock.lap(OPTIMIZER)
-
-    def _read_at_once(self, optimizer: Optimizer) -> bool:
-        """Read the gradients by one call, or none in a skipped step; whether that was possible."""
-        state = self._state
-        if self._step.full or not self._reader.reads(optimizer):
-            return False
-        self.clock.lap(APART)
-        if not self._takes_norms():
-            state.now = "read"
-        elif state.now != "read":
-            self._read_gradients(optimizer)
-        self.clock.lap(OPTIMIZER)
-        return state.now == "read"
-
-    @guarded("to read the gradients", reads=False)
-    def _read_gradients(self, optimizer: Optimizer) -> None:
-        self._note_mode()
-        if not self.clock.eval_mode and self._reader.read(optimizer, self._layouts.layout()):
-            self._state.now = "read"
-
     def manual_step(self) -> None:
         """End a step of a loop without a ``torch.optim.Optimizer``: gradients are still there."""
-        self._by_hand, self._state.now = True, "open"
+        self._by_hand = True
         self._note_mode()
         if self._takes_norms():
             self._step.step_by_hand()
@@ -419,7 +365,7 @@ class Loop:
     def _takes_norms(self) -> bool:
         """Whether at least the gradient norms of the step in progress are taken."""
         if self._plan == "skip":  # an unusual loss may have been logged since it began
-            self._plan = self._plan_step(self._state.step)
+            self._plan = self._plan_step(self._context.step)
         return self._plan != "skip"
 
     def _note_mode(self) -> None:
@@ -437,47 +383,34 @@ class Loop:
 
     def _complete(self) -> None:
         """End the step in progress and begin the next one."""
-        if self._state.now == "off":  # since the end of a backward pass was awaited
+        if not self.attached:  # since the end of a backward pass was awaited
             return
-        step, number = self._step, self.step
+        step = self._step
         self._turns.step_ended()
         self.clock.end_step(full=step.full)
-        if self._state.now != "read":
-            self._end_gathered(step)
-        elif self._plan != "skip":
-            self._end_read()
-        self._begin(number + 1)
+        if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
+            self._stepping_thread = threading.get_ident()
+        if step.full:
+            step.stop()
+            self._context.observe(training=False)
+        if self._plan != "skip":
+            step.eval_mode, step.laps = self.clock.eval_mode, self.clock.take()
+            self._hand_over(step)
+        self._begin(self.step + 1)
         self.clock.begin_step(full=self._plan == "full")
 
     @guarded("to hand over a step", reads=False)
-    def _end_read(self) -> None:
-        self._deliver(self._reader.completed(self.step, self.clock.take()))
-        self._delivered = True
-
-    def _end_gathered(self, step: Step) -> None:
-        if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
-            self._stepping_thread = threading.get_ident()
-        step.stop()
-        self._state.observe(training=False)
-        if self._plan != "skip":
-            step.record.step, step.record.eval_mode = self.step, self.clock.eval_mode
-            step.pending.laps = self.clock.take()
-            self._hand_over(step)
-
-    @guarded("to hand over a step", reads=False)
-    @undisturbed(always=True)
     def _hand_over(self, step: Step) -> None:
         step.end()
-        step.record.layout = self._layouts.layout(
-            step.forward.order, step.parameters, step.forward.function
-        )
-        self._deliver(step.pending)
+        if isinstance(step, FullStep):
+            ran, function = step.forward.order, step.forward.function
+            step.layout = self._layouts.layout(ran, step.parameters, function)
+        else:
+            step.layout = self._layouts.layout(parameters=step.parameters)
+        self._deliver(step)
         self._delivered = True
-        self._modules.log_missed(step)
-
-
-def _are_none(arguments: Iterable[object]) -> bool:
-    return all(argument is None for argument in arguments)
+        if isinstance(step, FullStep):
+            self._modules.log_missing(step)
 
 
 class _FirstCall:
@@ -504,9 +437,15 @@ class _OptimizerHooks:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the garbage collector may remove one while it is held
+        self._renew_lock()
         self._loops: dict[int, weakref.ref[Loop]] = {}
         self._handles: list[Any] = []
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
+        """Make a lock that no thread holds; in a forked child its owner may be missing."""
+        self._lock = threading.RLock()  # the garbage collector may remove one while it is held
 
     def add(self, loop: Loop) -> None:
         with self._lock:

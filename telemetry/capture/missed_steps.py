@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from torch import Tensor
-
-from telemetry.capture.parameters import samples_of
-from telemetry.torch_private import scaler_exists
-from telemetry.torch_private.host_copy import HostCopy
 
 # Backward passes of one step after which the cause is logged, if half of them are evidence of it.
 # Gradients may be accumulated over as many.
 PASSES_WITHOUT_STEP = 20
-
-# A parameter is compared with itself after each quarter of these passes. Its values show what its
-# version does not: ``parameter.data.add_()`` changes it, and so do fastai's optimizers.
-_COMPARE_EVERY = PASSES_WITHOUT_STEP // 4
 
 NEVER_RAN = "the model never ran"
 
@@ -25,74 +16,59 @@ _FORGOTTEN = "call optimizer.step(), or logger.step() if there is no torch.optim
 
 
 class MissedSteps:
-    """Evidence of why the step in progress does not end."""
+    """Evidence of why the step in progress does not end.
+
+    Attributes:
+        other_steps: Steps of optimizers with none of the model's parameters.
+    """
 
     def __init__(self) -> None:
-        self.other_steps = 0  # of optimizers with none of the model's parameters
-        self._judged = self._reported = False
+        self.other_steps = 0
         self._passes = self._cleared = 0
-        self._compared = 0  # identity of the parameter that is compared
-        self._sample: Tensor | None = None  # of its values
-        self._changes: list[HostCopy] = []
+        self._version = (0, 0)  # of a parameter's gradient, with the parameter's identity
+        self._is_reported = False
 
-    def after_pass(self, passes: int, accumulated: Mapping[int, Tensor]) -> str | None:
-        """Record the end of a backward pass.
+    def after_pass(self, passes: int, parameter: Tensor, *, is_alone: bool) -> str | None:
+        """Record the end of a backward pass; return the message to log, if any.
 
         Args:
-            passes: How many have ended.
-            accumulated: The parameters that the pass has reached, at least one, by identity.
-
-        Returns:
-            The message to log, if any.
+            passes: Number of passes of the step that have ended.
+            parameter: First one that the pass has reached.
+            is_alone: No other rank reduces gradients, which changes them, too.
         """
         self._passes = passes
-        first = next(iter(accumulated.values()))
-        # The first gradient after clearing is new, further ones are added to it in place.
-        if passes > 1 and first.grad is not None:
-            self._cleared += first.grad._version == 0
-        if passes % _COMPARE_EVERY == 0 and passes <= PASSES_WITHOUT_STEP:
-            self._compare(accumulated.get(self._compared or id(first)))
-            self._compared = self._compared or id(first)
-        # An accelerator may say later whether a parameter has changed.
-        is_known = all(change.arrived() for change in self._changes)
-        if passes < PASSES_WITHOUT_STEP or self._judged or not is_known:
-            return None
-        self._judged = True
+        version = parameter.grad._version if parameter.grad is not None else 0
+        # The first gradient after clearing is new, and further ones are added to it in place; or
+        # it is cleared in place, too.
+        identity, before = self._version
+        in_place = is_alone and identity == id(parameter) and version > before + 1
+        self._cleared = 0 if passes == 1 else self._cleared + (version == 0 or in_place)
+        self._version = id(parameter), version
         few = PASSES_WITHOUT_STEP // 2
+        if passes != PASSES_WITHOUT_STEP or max(self.other_steps, self._cleared) < few:
+            return None
         if self.other_steps >= few:
             cause = (
                 "An optimizer with other parameters does step: it was made for a copy of the "
                 "model, or before its parameters were replaced."
             )
-        elif self._changes and all(change.wait() for change in self._changes):
-            cause = (
-                "The parameters do change: without a torch.optim.Optimizer, call logger.step() "
-                "after each update; for fastai, use the callback in telemetry.integrations.fastai."
-            )
-        elif self._cleared >= few:
-            skips = ", unless the GradScaler skips every step"
-            cause = f"Gradients are cleared in between: {_FORGOTTEN}{skips * scaler_exists()}."
         else:
-            return None
-        self._reported = True
+            cause = (
+                f"Gradients are cleared in between: {_FORGOTTEN}, unless a GradScaler skips every "
+                "step. For fastai, use the callback in telemetry.integrations.fastai."
+            )
+        self._is_reported = True
         return (
             f"{passes} backward passes have reached this model without a step of an optimizer "
             f"that holds its parameters. Nothing is logged until the first step. {cause}"
         )
-
-    def _compare(self, parameter: Tensor | None) -> None:
-        """Note whether a parameter has changed since the last call."""
-        for _, sample in () if parameter is None else samples_of([(0, parameter)]):
-            before, self._sample = self._sample, sample.nan_to_num()  # a copy; NaN equals NaN
-            if before is not None and before.shape == sample.shape:
-                self._changes.append(HostCopy((self._sample != before).any()))
 
     def at_the_end(self, ran: str) -> tuple[int, str]:
         """Return level and message to log if the run ends before its first step.
 
         ``ran`` describes the forward passes, for a step without a backward pass.
         """
-        if self._reported:
+        if self._is_reported:
             return logging.NOTSET, ""
         passes = f"{self._passes} backward pass{'es' * (self._passes != 1)}"
         if self.other_steps:

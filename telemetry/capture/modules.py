@@ -1,25 +1,24 @@
-"""The hooks on watched modules, and log messages about modules that did not run."""
+"""The hooks on watched modules."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from telemetry.capture.attention import AttentionMode
+from telemetry.capture.context import Context
 from telemetry.capture.experts import routers
 from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook, ResultHook
 from telemetry.capture.missed_steps import NEVER_RAN
-from telemetry.capture.state import State, Target
-from telemetry.capture.step import Step
-from telemetry.plain_text import called_all
-from telemetry.records.step import is_inside
-from telemetry.selection import clean_name, cleaned, evenly, owners
+from telemetry.capture.missing_modules import missing_modules, unregistered_modules
+from telemetry.capture.step import FullStep, Step
+from telemetry.selection import cleaned, evenly, owners
+from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import (
-    GRAPHS_CAN_BE_OBSERVED,
     BeforeCompilations,
     graphs_compiled,
     is_compiled,
@@ -33,8 +32,6 @@ from telemetry.torch_private.module_calls import (
 # Convolutions whose feature maps are drawn; of more, evenly spaced ones are chosen.
 PICTURED_MODULES = 12
 
-_NAMES_IN_MESSAGE = 8
-
 # Measured calls of a model in which attention is looked for, unless a class is named after it. The
 # mode takes some microseconds of each operation.
 _CALLS_WITHOUT_ATTENTION = 10
@@ -42,27 +39,17 @@ _CALLS_WITHOUT_ATTENTION = 10
 # In evaluation mode and without gradients, one kernel computes the whole module.
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
-_COMPILED = (
-    "compiled before HookLogger was made: make HookLogger before the first compiled call, or call "
-    "torch._dynamo.reset_code_caches() once after making it, or train the logged steps under "
-    'torch.compiler.set_stance("force_eager")'
-    if GRAPHS_CAN_BE_OBSERVED
-    else f"compiled: PyTorch {torch.__version__} cannot show what happens inside, 2.13 can. Update "
-    "it, or train the logged steps without torch.compile"
-)
-
 
 class WatchedModules:
     """The hooks of the watched modules of a model."""
 
     def __init__(
         self,
-        target: Target,
-        state: State,
+        context: Context,
         observer: CallObserver,
         before_compilation: Callable[[], None],
     ) -> None:
-        self._target, self._state, self._observer = target, state, observer
+        self._context, self._observer = context, observer
         self._compiler_comes = before_compilation
         self._calls = AroundModuleCalls(self._before, self._after, self._before_compilation)
         self._compilations = BeforeCompilations(self._before_compilation)
@@ -71,16 +58,16 @@ class WatchedModules:
         self._callers: dict[int, str] = {}  # names of the modules whose attention is measured
         self._has_attention, self._calls_without = False, 0
         self._set_aside: set[ForwardHook] = set()  # while their layers are in evaluation mode
-        model = target.model()
+        model = context.model()
         assert model is not None
-        self._input_hook = InputHook(observer, state, model)
-        self._result_hook = ResultHook(observer, state, "", model)
+        self._input_hook = InputHook(observer, context, model)
+        self._result_hook = ResultHook(observer, context, "", model)
         self._hooks: dict[str, ForwardHook] = {}
         self._by_identity: dict[int, ForwardHook] = {}  # of their modules
         self._identities: dict[str, int] = {}  # of all modules, when the watched ones were chosen
         self._observing = False
         self._graphs_before = graphs_compiled()
-        self._missed_logged = False
+        self._missing_logged = False
 
     def attach(self) -> None:
         """Request a call before each compilation, to install hooks: later ones are not compiled."""
@@ -140,7 +127,7 @@ class WatchedModules:
             # On other modules they would slow down steps that are not measured.
             if self._observing or hook.traced or not hook.ran_eagerly:
                 hook.install()
-        model = self._target.model()
+        model = self._context.model()
         for layer in () if model is None else model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 self._modes.install()
@@ -150,8 +137,8 @@ class WatchedModules:
 
     def observe_attention(self) -> None:
         """Observe the attention of the model's call that has begun, where that changes nothing."""
-        model = self._target.model()
-        if model is None or not (self._observing and self._target.content.activations):
+        model = self._context.model()
+        if model is None or not (self._observing and self._context.content.activations):
             return
         if not self._has_attention and self._calls_without >= _CALLS_WITHOUT_ATTENTION:
             return
@@ -165,7 +152,7 @@ class WatchedModules:
         if not reason:
             self._attention.enter(model)
         elif self._has_attention:
-            self._target.guard.failures.log_once(
+            self._context.guard.failures.log_once(
                 f"the logits and the entropy of attention are not measured: {reason}",
                 level=logging.INFO,
             )
@@ -179,7 +166,7 @@ class WatchedModules:
     # --- what PyTorch calls -----------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._state.armed:
+        if torch.compiler.is_compiling() or not self._context.armed:
             return
         if module is self._input_hook.module():
             self._input_hook(module, args)
@@ -192,7 +179,7 @@ class WatchedModules:
         if torch.compiler.is_compiling():
             return
         hook = self._by_identity.get(id(module))
-        if hook is None and self._target.selection.modules is None:
+        if hook is None and self._context.selection.modules is None:
             hook = self._result_hook  # ignores other modules
         if hook is not None and hook.handle is None:
             hook.observe(module, args, output)
@@ -209,7 +196,7 @@ class WatchedModules:
 
     def _before_compilation(self) -> None:
         self._attention.leave()
-        with self._target.guard.failures.contained("to attach its hooks"):
+        with self._context.guard.failures.contained("to attach its hooks"):
             self._compiler_comes()
             if not self._hooks or self.changed():
                 self._choose()
@@ -219,26 +206,26 @@ class WatchedModules:
 
     def _choose(self) -> None:
         """Choose which modules are watched, and which of them are pictured."""
-        model = self._target.model()
+        model = self._context.model()
         if model is None:
             return
-        watched = cleaned(self._target.selection.apply(model).items())
+        watched = cleaned(self._context.selection.apply(model).items())
         before = {hook.module(): hook for hook in self._hooks.values()}
         self._hooks, self._by_identity = {}, {}
         self._identities = _identities(model)
-        callers = cleaned(self._target.selection.callers(model).items())
+        callers = cleaned(self._context.selection.callers(model).items())
         self._callers = {id(module): name for name, module in callers.items()}
         types = {type(module).__name__.lower() for module in model.modules()}
         self._has_attention, self._calls_without = any("attention" in n for n in types), 0
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._target.guard.failures.log_once(
+                self._context.guard.failures.log_once(
                     "modules that torch.jit has compiled take no hooks, so their activations are "
                     "missing; gradients and weights are logged"
                 )
                 continue
             hook = before.pop(module, None) or ForwardHook(
-                self._observer, self._state, name, module
+                self._observer, self._context, name, module
             )
             hook.rename(name)
             self._hooks[name] = hook
@@ -246,14 +233,14 @@ class WatchedModules:
         for hook in before.values():
             hook.remove()
         convolutions = [name for name, hook in self._hooks.items() if hook.convolves]
-        drawn = evenly(convolutions, PICTURED_MODULES) if self._target.content.images else []
+        drawn = evenly(convolutions, PICTURED_MODULES) if self._context.content.images else []
         of_experts = routers(model)
         for name, hook in self._hooks.items():
             hook.pictured, hook.router = name in drawn, of_experts.get(id(watched[name]))
 
     def changed(self) -> bool:
         """Whether the model has other modules than when the watched ones were chosen."""
-        model = self._target.model()
+        model = self._context.model()
         if model is None:
             return False
         # A new module may have the identity of one that was deleted.
@@ -262,9 +249,9 @@ class WatchedModules:
 
     def how_they_ran(self, step: Step) -> str:
         """Describe the forward passes in a step without a backward pass, for a log message."""
-        if step.forward.order:
+        if isinstance(step, FullStep) and step.forward.order:
             return "the model ran, but no backward pass has reached its parameters"
-        if self._target.model() is None:
+        if self._context.model() is None:
             return "the model was deleted: HookLogger does not keep it alive"
         if not step.full:
             return "no backward pass followed"
@@ -272,24 +259,23 @@ class WatchedModules:
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
-    def log_missed(self, step: Step) -> None:
+    @undisturbed(always=True)
+    def log_missing(self, step: FullStep) -> None:
         """Log, once, which modules did not run in the first full step or are not registered."""
-        if self._missed_logged or not step.full or step.record.phase:
+        model, failures = self._context.model(), self._context.guard.failures
+        if self._missing_logged or step.phase or model is None:
             return
-        model, failures = self._target.model(), self._target.guard.failures
-        if model is None or not self._target.content.activations:
+        self._missing_logged = True
+        if not self._context.content.activations:
             return
-        self._missed_logged = True
-        parameters = self._target.table.parameters
-        stepped = [parameters[index].name for index in step.pending.stepped()]
-        trained = {owner for parameter in stepped for owner in owners(parameter)}
         if not self._hooks and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
             return  # logged when they were chosen
-        number = step.record.step
-        level, message = _missed_modules(model, self._hooks, step.forward.order, number, trained)
+        trained = {owner for name in step.with_gradients() for owner in owners(name)}
+        ran, number = step.forward.order, step.step
+        level, message = missing_modules(model, self._hooks, ran, number, trained)
         if message:
             failures.log_once(message, level=level)
-        if message := _unregistered_modules(model):
+        if message := unregistered_modules(model):
             failures.log_once(message)
 
 
@@ -299,92 +285,3 @@ def _may_be_fused(module: nn.Module) -> bool:
 
 def _identities(model: nn.Module) -> dict[str, int]:
     return {name: id(module) for name, module in model.named_modules()}
-
-
-# --- modules without measurements -----------------------------------------------------------------
-
-
-def _missed_modules(
-    model: nn.Module,
-    watched: Mapping[str, ForwardHook],
-    ran: Collection[str],
-    step: int,
-    trained: Collection[str],
-) -> tuple[int, str]:
-    """Return level and message about watched modules that did not run in a full step.
-
-    The message omits modules without parameters: many run at random, or only where they have an
-    effect. ``trained``: modules that contain a parameter with a gradient.
-    """
-    missed = {name: hook for name, hook in watched.items() if name not in ran}
-    # Neither Python nor a compiled graph has called their hooks.
-    uncalled = [n for n, h in missed.items() if n in trained and not (h.ran_eagerly or h.traced)]
-    if len(missed) == len(watched):
-        message = f"no watched module was seen running at step {step}, so activations are missing"
-        return logging.WARNING, f"{message}. {_why_none(model, missed, uncalled)}"
-    compiled = [clean_name(n) for n, m in model.named_modules() if is_compiled(m)]
-    in_graphs = [n for n in missed if any(is_inside(n, p) for p in compiled)]
-    if not set(uncalled).isdisjoint(in_graphs):
-        message = _did_not_run(in_graphs, len(watched), step)
-        return logging.WARNING, f"{message}. They were {_COMPILED}"
-    modules = {n: hook.module() for n, hook in missed.items()}
-    with_parameters = [n for n, m in modules.items() if m is not None and [*m.parameters()]]
-    return logging.INFO, _did_not_run(with_parameters, len(watched), step)
-
-
-def unregistered(model: nn.Module, *, trained: bool = False) -> list[str]:
-    """Return the attributes that hold modules in plain lists and dicts, which PyTorch ignores.
-
-    Only those with parameters that the model does not have; ``trained``: and that have gradients.
-    """
-    known, attributes = set(map(id, model.parameters())), []
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            parts = list(value.values()) if type(value) is dict else value
-            if type(parts) not in (list, tuple):
-                continue
-            modules = [part for part in parts if isinstance(part, nn.Module)]
-            inside = [p for part in modules for p in part.parameters() if id(p) not in known]
-            if any(p.grad is not None for p in inside) if trained else inside:
-                attributes.append(clean_name(f"{name}.{attribute}" if name else attribute))
-    return attributes
-
-
-def _unregistered_modules(model: nn.Module) -> str:
-    """Return the message about modules in plain lists and dicts that have gradients."""
-    if not (attributes := unregistered(model, trained=True)):
-        return ""
-    return (
-        f"modules in {called_all(attributes, _NAMES_IN_MESSAGE)} get gradients and are not "
-        "registered in the model: an optimizer that is given model.parameters() does not move "
-        "them, and nothing is logged for them. Keep them in a torch.nn.ModuleList or ModuleDict"
-    )
-
-
-def _why_none(model: nn.Module, missed: Mapping[str, ForwardHook], uncalled: Sequence[str]) -> str:
-    if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
-        return (
-            "Keras keeps the layers of such a model where PyTorch does not look for them: make "
-            "layers = torch.nn.ModuleList(model.layers) and give HookLogger that for the model"
-        )
-    if not missed:
-        return "No module of this model computes anything by itself"
-    if any(hook.ran_eagerly for hook in missed.values()):
-        return "The model was not in training mode, or ran without gradients or on another thread"
-    if uncalled and graphs_compiled() > 0:
-        return (
-            "Parameters got gradients, but Python called no module. If a function or a model was "
-            f"{_COMPILED}"
-        )
-    if uncalled:
-        return "Parameters got gradients, but no module was called, only forward() or a function"
-    return "No module was called, and no parameter got a gradient: was another model trained?"
-
-
-def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
-    if not names:
-        return ""
-    return (
-        f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
-        f"logged for their outputs: {called_all(names, _NAMES_IN_MESSAGE)}"
-    )

@@ -7,26 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from telemetry.capture.parameters import PLAIN, Indexed, local
 from telemetry.failures import Failures
 from telemetry.measure import Measurements
 from telemetry.records import Output, Parameter
-from telemetry.records.moments import nonfinite_of, norm_of
-from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
-from telemetry.torch_private.host_copy import HostCopy
 
 # Bounds of one step: beyond so many observations, only the first calls of each tensor are
 # measured, and further ones are counted.
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4
-
-# Outputs of compiled graphs, and gradients of them, that PyTorch reduces, too, in a run: the
-# compiler decides which values the observers receive.
-CHECKS = 32
 
 Kind = Literal[
     "inputs", "channels", "outputs", "output_grads", "grads", "weights", "second_moments"
@@ -64,8 +56,6 @@ class Observations:
         self._added: list[Observation] = []  # of all backward passes
         self._calls: Counter[tuple[Kind, Name]] = Counter()  # once there are many observations
         self._counted: Counter[tuple[Kind, Name]] = Counter()  # calls that were not measured
-        # Minimum, maximum and norm of some observations, as PyTorch computes them.
-        self._checks: list[tuple[Observation, HostCopy]] = []
 
     # --- on the training thread -------------------------------------------------------------------
 
@@ -74,14 +64,15 @@ class Observations:
         kind: Kind,
         name: Name,
         tensor: Tensor,
-        into: list[Observation],
+        into: list[Observation] | None = None,
         *,
         unit_axis: int | None = None,
         scaled: bool = False,
     ) -> Observation | None:
         """Measure ``tensor`` as it is now; None if it is only counted, or cannot be measured.
 
-        Of a DTensor, it measures the values in this process.
+        Of a DTensor, it measures the values in this process. The observation is added to ``into``,
+        by default to :attr:`all`.
         """
         if len(self._added) >= MANY_OBSERVATIONS and self._is_measured((kind, name)):
             return None
@@ -93,7 +84,7 @@ class Observations:
             return None
         observation = Observation(kind, name, measured, scaled)
         self._added.append(observation)
-        into.append(observation)
+        (self.all if into is None else into).append(observation)
         return observation
 
     def _is_measured(self, key: tuple[Kind, Name]) -> bool:
@@ -123,21 +114,6 @@ class Observations:
                 continue
             self._added.append(Observation(kind, name, measurement, scaled))
             self.all.append(self._added[-1])
-
-    def check(self, observation: Observation | None, tensor: Tensor, left: dict[str, int]) -> None:
-        """Have PyTorch reduce a tensor of a compiled graph, too; :meth:`merge` compares.
-
-        ``left`` has the number of tensors that are still checked in this run.
-        """
-        if observation is None or not tensor.numel() or not left[observation.kind]:
-            return
-        if tensor.dtype not in (torch.float32, torch.bfloat16):
-            return
-        left[observation.kind] -= 1
-        wide = torch.float32 if tensor.is_mps else torch.float64
-        extremes = torch.stack(torch.aminmax(tensor.detach())).to(wide)
-        norm = torch.linalg.vector_norm(tensor.detach(), dtype=wide)
-        self._checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
 
     def finish(self) -> None:
         """Start the copies to the host; nothing is added any more."""
@@ -170,7 +146,6 @@ class Observations:
             return kinds
         observations = self.all[first:]
         measured = self._measurements.reduce().rows
-        self._compare(measured)
         rows = measured.take(np.array([o.measurement for o in observations], np.intp))
         if factor != 1:
             scaled = np.array([o.scaled for o in observations])
@@ -184,23 +159,3 @@ class Observations:
             some = {name: place for (of_kind, name), place in places.items() if of_kind == kind}
             kinds[kind] = Tensors(tuple(some), rows.take(np.array([*some.values()], np.intp)))
         return kinds
-
-    def _compare(self, measured: Rows) -> None:
-        """Log tensors of compiled graphs for which PyTorch computes other figures."""
-        wrong = []
-        for (kind, name, measurement, _), copy in self._checks:
-            own, row = copy.wait().numpy(), measured.take(np.array([measurement]))
-            recorded = np.concatenate([row.min, row.max, norm_of(row)])
-            finite = bool(np.isfinite(own).all())
-            if finite is not bool(nonfinite_of(row)[0] == 0) or (
-                finite and not np.allclose(recorded, own, rtol=1e-3, atol=1e-30)
-            ):
-                wrong.append(f"{kind} of {name}: {recorded.tolist()} instead of {own.tolist()}")
-        if wrong:
-            self._failures.log_once(
-                f"{len(wrong)} of {len(self._checks)} tensors of compiled modules are recorded "
-                "with another minimum, maximum or norm than PyTorch computes, the first being "
-                f"{wrong[0]}. This is a bug of telemetry with PyTorch {torch.__version__}; please "
-                'report it. Under torch.compiler.set_stance("force_eager") figures are right',
-                kind="compiled",
-            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -65,10 +65,6 @@ class Turns:
     def is_only(self, optimizer: Optimizer) -> bool:
         """Whether no other optimizer has stepped."""
         return list(self._met) == [optimizer]
-
-    def is_alone(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer ends the step, and no other has begun a turn in it."""
-        return self._ends is not None and self._ends() is optimizer and not self._begun
 
     def is_inner(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer calls this one."""
@@ -128,15 +124,15 @@ class Turns:
         """Note that no optimizer's step is running any more."""
         self._running = None
 
-    def end(self, optimizer: Optimizer, *, is_last: bool) -> bool:
+    def end(self, optimizer: Optimizer, held: Collection[int]) -> bool:
         """End an optimizer's turn; whether the step ends.
 
-        ``is_last``: every gradient of the model has been used.
+        ``held``: Indices of the parameters that stepped, in the step in progress.
         """
-        self._latest = weakref.ref(optimizer)
-        if self.ends is None and is_last:
-            self.settle()
-        if self.ends is not optimizer:
+        self._latest, ends = weakref.ref(optimizer), self.ends
+        if ends is None and self._table.all_among(held) and self.settle():
+            ends = optimizer
+        if ends is not optimizer:
             return False
         self._absences.append(False)
         return True

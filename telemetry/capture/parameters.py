@@ -1,26 +1,20 @@
-"""Parameters of a model: their optimizers, their norms, and their updates."""
+"""Parameters of a model, and which of them an optimizer has."""
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from telemetry.measure import block_sample, native
-from telemetry.measure import device as accelerators
 from telemetry.records import Parameter
-from telemetry.records.sketch import SAMPLE_ELEMENTS
 from telemetry.selection import Selection, clean_name, cleaned
-from telemetry.torch_private import norms_of, undisturbed
-from telemetry.torch_private.host_copy import HostCopy
+from telemetry.torch_private import undisturbed
 from telemetry.torch_private.ranks import spec_of
 
 Indexed: TypeAlias = Sequence[tuple[int, Tensor]]
@@ -42,6 +36,7 @@ class ParameterTable:
         self._any_lazy = False
         # Optimizers with parameters that are not the model's: the number of their parameters.
         self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._latest: weakref.ref[Optimizer] | None = None  # that has any of the model's
         self.parameters: tuple[Parameter, ...] = ()
         self.device = _CPU  # of the first parameter
         self.refresh()
@@ -69,10 +64,14 @@ class ParameterTable:
     def forget_optimizers(self) -> None:
         """Check every optimizer's parameters again."""
         self._foreign.clear()
+        self._latest = None
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has any parameter of the model."""
+        if self._latest is not None and self._latest() is optimizer:
+            return True
         if self._any_of(optimizer):
+            self._latest = weakref.ref(optimizer)
             return True
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._foreign.get(optimizer) == count:
@@ -132,7 +131,8 @@ class ParameterTable:
         return [(i, grad) for i, grad in indexed if i is not None and grad is not None]
 
     def _any_of(self, optimizer: Optimizer) -> bool:
-        return not self._index_of.keys().isdisjoint(map(id, parameters_of(optimizer)))
+        index_of = self._index_of
+        return any(id(p) in index_of for group in optimizer.param_groups for p in group["params"])
 
 
 def _described(
@@ -215,140 +215,3 @@ _CPU = torch.device("cpu")
 PLAIN = (Tensor, nn.Parameter)
 _STRIDED = {(kind, torch.strided) for kind in PLAIN}
 _NORMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-# --- norms and updates ---------------------------------------------------------------------------
-
-
-class Norms:
-    """L2 norms of some tensors of one device.
-
-    ``known_square``: sum of their squares, if known without waiting.
-    """
-
-    def __init__(
-        self, indices: tuple[int, ...], values: Tensor, known_square: float | None = None
-    ) -> None:
-        # On an accelerator float32, infinite from 1.8e19 on, as PyTorch's own; full steps know
-        # more. A second read of all gradients would find the largest magnitudes.
-        self.indices = indices
-        self.known_square = known_square
-        self._values = values
-        self._copy = None if accelerators.is_on_host(values) else HostCopy(values, owned=True)
-
-    def nonfinite(self) -> Tensor | None:
-        """Whether any element is not finite, bool ``[]`` on the device; None: all are finite."""
-        if self.known_square is not None and math.isfinite(self.known_square):
-            return None
-        return self._values.isfinite().all().logical_not()
-
-    def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Return norms, and whether all elements were finite, ``[k]``; waits for an accelerator."""
-        values = self._values if self._copy is None else self._copy.wait()
-        # A conversion to the same dtype would double the time of this method.
-        wide = values if values.dtype is torch.float64 else values.to(torch.float64)
-        norms = wide.numpy()
-        return norms, np.isfinite(norms)
-
-
-def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
-    """Return L2 norms without waiting for an accelerator; one element for each device.
-
-    Tensors without a norm (see :func:`plain`) are omitted.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for index, values in plain(tensors):
-        if accelerators.is_on_host(values) and values.dtype in native.DTYPES:
-            groups.setdefault((_CPU, torch.float64), []).append((index, values.contiguous()))
-            continue
-        if values.numel() == 0:
-            values = values.new_zeros(1)
-        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-        groups.setdefault((values.device, wide), []).append((index, values))
-    return [_norms_of_group(pairs, wide) for (_, wide), pairs in groups.items()]
-
-
-def _norms_of_group(pairs: Indexed, wide: torch.dtype) -> Norms:
-    indices, tensors = zip(*pairs, strict=True)
-    if accelerators.is_on_host(tensors[0]) and native.DTYPES:
-        squares = native.squared_norms(tensors)
-        return Norms(indices, torch.from_numpy(np.sqrt(squares)), float(squares.sum()))
-    norms = torch.stack(norms_of(tensors, 2, wide))
-    if not accelerators.is_on_host(norms):
-        return Norms(indices, norms)
-    square = sum(norm * norm for norm in norms.tolist())
-    if wide is torch.float32 and not math.isfinite(square):
-        # Squares beyond 3e38 overflow float32: an infinite norm need not mean infinite elements.
-        return _norms_of_group(pairs, torch.float64)
-    return Norms(indices, norms, square)
-
-
-def samples_of(parameters: Indexed) -> list[tuple[int, Tensor]]:
-    """Return samples for :class:`Updates`, ``[k]`` or ``[k, 16]``, of all that have values."""
-    samples: list[tuple[int, Tensor]] = []
-    for index, values in plain(parameters):
-        is_small = values.numel() <= SAMPLE_ELEMENTS
-        samples.append((index, values.reshape(-1) if is_small else block_sample(values)))
-    return samples
-
-
-class Updates:
-    """Update ratio ``||after − before|| / ||before||`` of each parameter over one optimizer step.
-
-    For large parameters it is that of a fixed sample (:func:`~telemetry.measure.block_sample`),
-    within 2 % of the full ratio where all elements move alike.
-    """
-
-    def __init__(self, parameters: Indexed) -> None:
-        self._parameters = parameters
-        # Indices, lengths and copies of samples of one shape, dtype and device, in one tensor.
-        self._before: list[tuple[list[int], list[int], Tensor]] = []
-        self._norms: list[Norms] = []  # of the updates, then of the parameters before
-        groups: dict[object, tuple[list[int], list[int], list[Tensor]]] = {}
-        for index, sample in samples_of(parameters):
-            if sample.numel():
-                # An accelerator needs few operations; on the CPU large copies take longer.
-                place = index if accelerators.is_on_host(sample) else None
-                key = place, sample.device, sample.dtype, sample.dim()
-                indices, lengths, samples = groups.setdefault(key, ([], [], []))
-                indices.append(index)
-                lengths.append(len(sample))
-                samples.append(sample)
-        for indices, lengths, samples in groups.values():
-            self._before.append((indices, lengths, torch.cat(samples)))
-
-    def compare(self) -> None:
-        """Compare after the step, and drop the parameters."""
-        moved: list[tuple[int, Tensor]] = []
-        sizes: list[tuple[int, Tensor]] = []
-        now = dict(samples_of(self._parameters))
-        for indices, lengths, before in self._before:
-            kept: list[int] = []
-            new: list[Tensor] = []
-            old: list[Tensor] = []
-            for index, part in zip(indices, before.split(lengths), strict=True):
-                sample = now.get(index)
-                if sample is not None and sample.shape == part.shape:
-                    kept.append(index)
-                    new.append(sample)
-                    old.append(part)
-            if kept:
-                if len(kept) < len(indices):
-                    before, lengths = torch.cat(old), [len(part) for part in old]
-                parts = (torch.cat(new) - before).split(lengths)
-                moved += zip(kept, parts, strict=True)
-                sizes += zip(kept, old, strict=True)
-        self._norms = take_norms(moved + sizes)
-        self._parameters, self._before = (), []
-
-    def read(self) -> Iterator[tuple[int, float, float, float]]:
-        """Yield index, norm of the update, norm before the step and update ratio of parameters.
-
-        The ratio is inf if zeros moved, NaN if they stayed. Waits for an accelerator.
-        """
-        for group in self._norms:
-            moved, before = np.split(group.read()[0], 2)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratios = moved / before
-            figures = moved.tolist(), before.tolist(), ratios.tolist()
-            yield from zip(group.indices[: len(moved)], *figures, strict=True)

@@ -201,7 +201,14 @@ class Schedule:
         return True
 
     def judged(
-        self, step: int, *, full: bool, confirmed: bool, needed: int, norms_above: float
+        self,
+        step: int,
+        *,
+        full: bool,
+        confirmed: bool,
+        needed: int,
+        norms_above: float,
+        is_finite: bool = True,
     ) -> int:
         """Take the requests of the rules, which have judged a step; called in order of the steps.
 
@@ -210,6 +217,8 @@ class Schedule:
             confirmed: Whether an alert or a new NaN has come since the step before.
             needed: Consecutive full steps that a rule requests, or 0.
             norms_above: Norms are requested for each of the 64 steps after a loss above it.
+            is_finite: Whether gradients and loss are. If not, one request is granted until an
+                alert confirms it: a broken run is not measured more and more.
 
         Returns:
             How many full steps the allowance covers; the caller requests them.
@@ -230,7 +239,8 @@ class Schedule:
             self._follow_ups, self._awaited = self._follow_ups + 1, step + 1
             return min(needed, IN_A_ROW)
         allowance = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due
-        if self._unconfirmed + 1 > allowance or step < self._pauses_until:
+        is_spent = self._unconfirmed + 1 > allowance or (self._unconfirmed > 0 and not is_finite)
+        if is_spent or step < self._pauses_until:
             return 0
         self._unconfirmed, self._follow_ups, self._awaited = self._unconfirmed + 1, 0, step + 1
         self._pauses_until = step + PAUSE * 2**self._unconfirmed

@@ -1,77 +1,275 @@
-"""The step in progress: gathers what hooks and optimizers report, in the order of time."""
+"""The step in progress: what hooks and optimizers read; the worker makes its record of it.
+
+Copies from an accelerator may still be on their way; only the worker waits for them.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from numbers import Real
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from telemetry.capture.backward import BackwardPasses
+from telemetry.capture.clock import Laps, usage_of
+from telemetry.capture.context import Context, guarded
+from telemetry.capture.copies import Copies
 from telemetry.capture.forward import ForwardPasses
 from telemetry.capture.hooks import ForwardHook
-from telemetry.capture.observations import Kind
+from telemetry.capture.norms import OVERFLOW, Norms, Updates, take_norms
+from telemetry.capture.observations import Kind, Observations
 from telemetry.capture.optimizers import Turns
-from telemetry.capture.parameters import Indexed, Updates, take_norms
-from telemetry.capture.pending import PendingStep, begun
-from telemetry.capture.scaler import read_scaler
-from telemetry.capture.state import State, Target, guarded
-from telemetry.records import Parameter
+from telemetry.capture.parameters import Indexed
+from telemetry.capture.scaler import ScalerReading, read_scaler
+from telemetry.ranks.topology import RankNotes
+from telemetry.records import Layout, Parameter, StepRecord
+from telemetry.records.moments import nonfinite_of
+from telemetry.records.step import NO_LAYOUT, RUNNING_STATISTICS
+from telemetry.records.tensor import Tensors
 from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler, undisturbed
 from telemetry.torch_private.host_copy import HostCopy
 
-# Instead of an optimizer's identity, in a loop without optimizers.
-_BY_HAND = 0
+_STEP_BYTES = 1024  # of the objects of a step
+_FULL_STEP_BYTES = 5120  # of the other ones of a full step
+_NORM_BYTES = 16  # of a norm and the index of its parameter
+
+_NO_NOTES = RankNotes()  # all shards are whole tensors, or plain parameters
 
 
 class Step:
-    """One step of training, or a phase apart from it.
+    """Gradient norms and learning rates of one training step.
 
-    Methods without a guard are called by guarded ones.
+    Hooks on the training thread fill it, then the worker calls :meth:`resolve`. Parameters are
+    given by their indices. Methods without a guard are called by guarded ones.
 
     Attributes:
-        record: Its record, and the values gathered for it.
-        unchanged: Whether the model is known to have the same modules as at the beginning.
-        ran: Hooks that were called outside of a backward pass.
-        backward, forward: Its passes.
+        step: Its number.
+        phase: Name of a phase apart from training; empty for a training step.
         parameters: Descriptions of the parameters that have an index in this step.
+        held: Indices of the parameters that its optimizers have.
+        laps: Times of this step, and of steps before it that had no record.
+        notes: Relation of the tensors to those of all ranks together.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        state: State,
-        turns: Turns,
-        *,
-        full: bool,
-        phase: str = "",
-    ) -> None:
-        self.guard = target.guard
-        self.record = begun(state.step, full=full, phase=phase)
-        self.pending = PendingStep(
-            record=self.record, totals=target.totals, failures=self.guard.failures
-        )
-        self.full = full
-        self.unchanged = False
-        self.ran: set[object] = set()
-        self.parameters: tuple[Parameter, ...] = ()
-        self._target, self._state, self._content = target, state, target.content
-        self._turns = turns
-        self.backward = BackwardPasses(target, state, self.pending, over=not full)
-        self.forward = ForwardPasses(target, state, self.pending, self.backward)
-        self._tensors = self.pending.observations
-        self._versions: dict[int, int] = {}  # of the parameters, after the step before
-        self._stepped: set[int] = set()  # identities of optimizers
-        self._held: set[int] = set()  # indices of the parameters that they have
-        self._moments: set[int] = set()
-        self._updates: dict[int, Updates] = {}
+    full = False
 
-    # --- begin ------------------------------------------------------------------------------------
+    def __init__(self, context: Context, turns: Turns) -> None:
+        self.guard = context.guard
+        self.step, self.phase = context.step, ""
+        self.wall_time, self.eval_mode = 0.0, False
+        self.layout: Layout = NO_LAYOUT
+        self.parameters: tuple[Parameter, ...] = ()
+        self.held: set[int] = set()
+        self.laps: Laps | None = None
+        self.notes = _NO_NOTES
+        self._context, self._turns = context, turns
+        self._stepped: set[int] = set()  # identities of optimizers
+        # Norms that each optimizer used at its first step, and whether they have a scaler's factor
+        # that the optimizer takes off.
+        self._norms: list[tuple[Norms, bool]] = []
+        self._square = 0.0  # of the norm of all gradients whose norms are known without waiting
+        # For every optimizer known by then, the rate of each parameter group.
+        self._rates: dict[int, Sequence[float | HostCopy]] = {}
+        self._scaler: ScalerReading | None = None
+        self._of_parameters: list[Norms] = []  # largest magnitudes, and those of buffers
+        self._of_buffers: list[Norms] = []
+        self._buffer_names: tuple[str, ...] = ()
+
+    # --- on the training thread -------------------------------------------------------------------
+
+    @guarded("to read the gradients", reads=False)
+    def read_at_once(self, optimizer: Optimizer) -> bool:
+        """Read the gradients of an optimizer by one call; whether that was possible."""
+        reader = self._context.reader
+        if id(optimizer) not in self._stepped:
+            if self.full or (read := reader.read(optimizer)) is None:
+                return False
+            self._rates[id(optimizer)], norms = read
+            self._stepped.add(id(optimizer))
+            self.held = reader.held
+            self._norms.append((norms, False))
+        return True
+
+    @guarded("to read the gradients")
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Read gradients and parameters at the first step of an optimizer in this one."""
+        table = self._context.table
+        if id(optimizer) in self._stepped:
+            return
+        # Parameters may have been replaced. Those of a step are known by their indices.
+        if not self._stepped and (self.full or table.lacks(optimizer)):
+            self._refresh()
+        self.parameters = self.parameters or table.parameters
+        # Each counts once, though an optimizer may call another one that has it, too.
+        parameters = [(i, p) for i, p in self._turns.counted(optimizer) if i not in self.held]
+        if not parameters:
+            return
+        if not self._context.reader.reads(optimizer):
+            self._context.reader.stop()
+        if (scaler := calling_scaler()) is not None:
+            self._scaler = read_scaler(scaler, optimizer, self.step)
+        # Of all optimizers, so that each keeps its place where one steps more rarely. The rates of
+        # one that has stepped stay as they were: a schedule may have changed them since.
+        for other in self._turns.met(optimizer):
+            if id(other) not in self._stepped:
+                self._rates[id(other)] = [_rate(group.get("lr")) for group in other.param_groups]
+        self._read(optimizer, parameters)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Read what an optimizer has changed."""
+
+    @guarded("to read the gradients")
+    def step_by_hand(self) -> None:
+        """Read gradients and parameters after a step without an optimizer."""
+        if self.full:
+            self._refresh()
+        self.parameters = self._context.table.parameters
+        self._read(None, self._context.table.all())
+
+    def _refresh(self) -> bool:
+        return self._context.table.refresh()
+
+    def _read(self, optimizer: Optimizer | None, parameters: Indexed) -> None:
+        """Take norms of all gradients; of parameters, too, if a gradient is not finite."""
+        self._stepped.add(id(optimizer))
+        self.held = self.held.union([i for i, _ in parameters])
+        grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
+        # A fused optimizer divides by this itself.
+        scaled = getattr(optimizer, "grad_scale", None) is not None
+        norms = take_norms(grads)
+        self._norms += [(group, scaled) for group in norms]
+        self._square += sum([group.square for group in norms])
+        if (ranks := self._context.ranks) is not None:
+            self.notes = RankNotes() if self.notes is _NO_NOTES else self.notes
+            ranks.note_grads(self.notes, grads)
+        if self.full or not math.isfinite(self._square):
+            self._check(parameters)
+
+    def _check(self, parameters: Indexed) -> None:
+        """Find NaN and infinity: only before the step, a broken parameter is no bad batch."""
+        self._of_parameters += take_norms(parameters, math.inf)
+        model = self._context.model()
+        if model is not None and not self._buffer_names:
+            buffers = cleaned(model.named_buffers())
+            self._buffer_names = tuple(buffers)
+            self._of_buffers = take_norms(enumerate(buffers.values()), math.inf)
+
+    def stop(self) -> None:
+        """Observe nothing any more."""
+
+    def end(self) -> None:
+        """Finish the measurements; nothing is added any more."""
+        self.wall_time = time.time()
+
+    # --- for the queue ----------------------------------------------------------------------------
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the step is full, or a norm is not finite."""
+        return self.full or not math.isfinite(self._square)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held until :meth:`resolve`, about."""
+        return _STEP_BYTES + sum([len(norms.indices) for norms, _ in self._norms]) * _NORM_BYTES
+
+    def without_tensors(self) -> Step:
+        """Return the step with its norms alone, to save memory."""
+        step = Step(self._context, self._turns)
+        vars(step).update({name: vars(self)[name] for name in vars(step)})
+        return step
+
+    # --- on the worker ----------------------------------------------------------------------------
+
+    def resolve(self) -> StepRecord:
+        """Return the record; waits for an accelerator. Called once per step, in their order."""
+        record = self._make_record()
+        self._count_skipped(record, overflown_passes=0)
+        return record
+
+    @property
+    def _factor(self) -> float:
+        """Factor of a ``GradScaler`` on the gradients."""
+        factor = self._scaler.factor if self._scaler is not None else 1.0
+        return factor if factor > 0 and math.isfinite(factor) else 1.0
+
+    def _make_record(self) -> StepRecord:
+        norms = np.full(len(self.layout.parameters), -1.0)
+        for group, scaled in self._norms:
+            values = group.read()
+            norms[np.asarray(group.indices)] = values / self._factor if scaled else values
+        names = [parameter.name for parameter in self.layout.parameters]
+        rates = [rate for rates in self._rates.values() for rate in rates]
+        usage, tokens = usage_of(self.laps)
+        return StepRecord(
+            step=self.step,
+            wall_time=self.wall_time,
+            layout=self.layout,
+            phase=self.phase,
+            grad_norms=np.maximum(norms, 0.0),
+            grad_present=~(norms < 0),
+            grad_finite=np.isfinite(norms),
+            learning_rates=tuple(
+                [float(r.wait() if isinstance(r, HostCopy) else r) for r in rates]
+            ),
+            eval_mode=self.eval_mode,
+            usage=usage,
+            tokens=tokens,
+            nonfinite_parameters=tuple([names[i] for i, _ in _nonfinite(self._of_parameters)]),
+            nan_buffers=tuple(self._nan_buffers()),
+        )
+
+    def _nan_buffers(self) -> Iterator[str]:
+        for index, norm in _nonfinite(self._of_buffers):
+            name = self._buffer_names[index]
+            if math.isnan(norm) or name.endswith(RUNNING_STATISTICS):
+                yield name
+
+    def _count_skipped(self, record: StepRecord, *, overflown_passes: int) -> None:
+        """Fill in the steps that a ``GradScaler`` has skipped."""
+        if (scaler := self._scaler) is not None:
+            skipped_steps = self._context.skipped_steps
+            record.loss_scale, record.skipped = scaler.factor, scaler.skipped
+            record.skipped_steps = skipped_steps.after(scaler, overflown_passes=overflown_passes)
+
+
+class FullStep(Step):
+    """One training step, or a phase apart from it, with its tensors.
+
+    Attributes:
+        backward, forward: Its passes.
+        ran: Hooks that were called outside of a backward pass.
+        unchanged: Whether the model is known to have the same modules as at the beginning.
+    """
+
+    full = True
+
+    def __init__(self, context: Context, turns: Turns, phase: str = "") -> None:
+        super().__init__(context, turns)
+        self.phase, self.notes = phase, RankNotes()
+        self.ran: set[object] = set()
+        self.unchanged = False
+        self._copies, self._observations = Copies(), Observations(self.guard.failures)
+        self.backward = BackwardPasses(context, self._observations, self.notes)
+        self.forward = ForwardPasses(
+            context, self._observations, self._copies, self.notes, None if phase else self.backward
+        )
+        self._versions: dict[int, int] = {}  # of the parameters, after the step before
+        self._random_states: dict[str, bytes] = {}
+        # Flags of the parameters: trainable, reached by a backward pass, held by an optimizer.
+        self._flags: NDArray[np.bool_] = np.zeros((3, 0), bool)
+        self._groups: dict[int, Mapping[int, int]] = {}  # of parameters, as in ``_rates``
+        self._moments: set[int] = set()
+        self._running: dict[int, Updates] = {}  # of optimizers that have begun to step
+        self._updates: list[Updates] = []
 
     @undisturbed(always=True)
     def begin(self, *, follows: bool, by_hand: bool) -> bool:
@@ -81,159 +279,205 @@ class Step:
             follows: Whether another step has just ended.
             by_hand: Whether the loop has no optimizer, which would announce its step.
         """
-        table, compiled = self._target.table, self._target.compiled_autograd.was_on()
-        table.refresh()
-        parameters = table.all()
+        context, compiled = self._context, self._context.compiled_autograd.was_on()
+        context.table.refresh()
+        parameters = context.table.all()
         if follows:
             self._versions = {
                 i: p._version for i, p in parameters if p.requires_grad and not p.is_inference()
             }
-        self.record.random_states = _random_states()
-        if by_hand and self._content.weights:
-            self._updates[_BY_HAND] = Updates(self._counting(parameters))
+        self._random_states = _random_states()
+        if by_hand and context.content.weights:
+            self._running[id(None)] = Updates(self._counting(parameters))
         if not compiled:  # compiled autograd does not call hooks on parameters
             self.backward.begin(parameters)
-        return self._content.activation_gradients and not compiled
-
-    # --- optimizer steps --------------------------------------------------------------------------
-
-    @guarded("to read the gradients")
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Read gradients and parameters at the first step of an optimizer in this one."""
-        key, table = id(optimizer), self._target.table
-        if key in self._stepped:
-            return
-        # Parameters may have been replaced. Those of a step are known by their indices.
-        check = not self._stepped and (self.full or table.lacks(optimizer))
-        if check and table.refresh():
-            self.pending.before_clipping.clear()
-        self.parameters = self.parameters or table.parameters
-        # Each counts once, though an optimizer may call another one that has it, too.
-        parameters = [(i, p) for i, p in self._turns.counted(optimizer) if i not in self._held]
-        if not parameters:
-            return
-        scaler = calling_scaler()
-        if scaler is not None:
-            self.pending.scaler = read_scaler(scaler, optimizer, self._state.step)
-        # Of all optimizers, so that each keeps its place where one steps more rarely. The rates of
-        # one that has stepped stay as they were: a schedule may have changed them since.
-        for known in self._turns.met(optimizer):
-            if id(known) not in self._stepped:
-                rates = [_rate(group.get("lr")) for group in known.param_groups]
-                self.pending.learning_rates[id(known)] = rates
-        versions = self._versions
-        if versions and all(i in versions and p._version != versions[i] for i, p in parameters):
-            stepped = f"{type(optimizer).__name__}.step()"
-            self.guard.failures.log_once(
-                f"parameters change between steps of {type(optimizer).__name__}, too: by a wrapper "
-                "that is no torch.optim.Optimizer, an average of weights, or clamping. Update "
-                f"ratios are those of {stepped} alone"
-            )
-        # A fused optimizer divides by this itself.
-        self._read(key, parameters, scaled=getattr(optimizer, "grad_scale", None) is not None)
-        if self.full:
-            self.pending.groups[key] = table.groups_of(optimizer)
-        if self.full and self._content.weights:
-            self._updates[key] = Updates(self._counting(parameters))
+        return context.content.activation_gradients and not compiled
 
     @guarded("to measure the update")
     def after_step(self, optimizer: Optimizer) -> None:
         """Read parameters and second moments after the first step of an optimizer in this one."""
-        self._read_update(id(optimizer))
-        if self.full and self._content.weights:
+        self._read_update(optimizer)
+        if self._context.content.weights:
             # Not by its brackets: the optimizer's state is a defaultdict.
             of = self._turns.counted(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}
             moments = [(i, s["exp_avg_sq"]) for i, s in states.items() if "exp_avg_sq" in s]
             self._moments.update(i for i, _ in moments)
-            self._observe_parameters("second_moments", self._counting(moments))
+            self._observe("second_moments", moments)
 
-    @guarded("to read the gradients")
-    def step_by_hand(self) -> None:
-        """Read gradients and parameters after a step without an optimizer."""
-        table = self._target.table
-        if self.full and table.refresh():
-            self.pending.before_clipping.clear()
-        self.parameters = table.parameters
-        self._read(_BY_HAND, table.all(), scaled=False)
-        self._read_update(_BY_HAND)
+    def _refresh(self) -> bool:
+        if changed := super()._refresh():
+            self.backward.before_clipping.clear()
+        return changed
 
-    def _read(self, optimizer: int, parameters: Indexed, *, scaled: bool) -> None:
-        """Take norms of all gradients; on full steps measure gradients and parameters."""
-        full, pending, ranks = self.full, self.pending, self._state.ranks
-        table, content = self._target.table, self._content
-        first, every = not self._stepped, table.all() if full else []
-        self._stepped.add(optimizer)
-        self._held |= {i for i, _ in parameters}
+    def _read(self, optimizer: Optimizer | None, parameters: Indexed) -> None:
+        """Take norms, and measure gradients and parameters."""
+        context, content, first = self._context, self._context.content, not self._stepped
+        if optimizer is not None:
+            self._log_changes(optimizer, parameters)
+        super()._read(optimizer, parameters)
+        every = context.table.all()
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
-        norms = take_norms(grads)
-        pending.norms += [(group, scaled) for group in norms]
-        pending.square += sum([group.known_square or 0.0 for group in norms])
         weights = [(i, p) for i, p in parameters if p.requires_grad]
         if first:  # no optimizer may have the frozen ones
             weights += [(i, p) for i, p in every if not p.requires_grad]
-        if ranks is not None:
-            ranks.note_grads(pending.notes, grads)
-            if full and content.weights:
-                ranks.note_parameters(pending.notes, weights)
-        # After the step all is NaN; only now does a broken parameter differ from a bad batch.
-        check = full or not math.isfinite(pending.square)
-        if check and not (full and content.weights):
-            pending.parameter_norms += take_norms(parameters)
-        model = self._target.model()
-        if check and model is not None and not pending.buffer_names:
-            buffers = cleaned(model.named_buffers())
-            pending.buffer_names = tuple(buffers)
-            pending.buffer_norms = take_norms(enumerate(buffers.values()))
-        if not full:
-            return
-        record = self.record
-        if first:
-            count = len(self.parameters)
-            record.trainable, record.reached, record.held = np.zeros((3, count), bool)
-        trainable = [(i, p) for i, p in every if p.requires_grad]
-        record.trainable[[i for i, _ in trainable]] = True
-        record.reached[[i for i, p in trainable if p.grad is not None]] = True
-        record.held[[i for i, _ in parameters]] = True
+            self._flags = np.zeros((3, len(self.parameters)), bool)
+        if content.weights and context.ranks is not None:
+            context.ranks.note_parameters(self.notes, weights)
+        trainable, reached, held = self._flags
+        trainable[[i for i, p in every if p.requires_grad]] = True
+        reached[[i for i, p in every if p.requires_grad and p.grad is not None]] = True
+        held[[i for i, _ in parameters]] = True
         if content.gradients:
-            self._observe_parameters("grads", self._counting(grads), scaled=scaled)
+            scaled = getattr(optimizer, "grad_scale", None) is not None
+            self._observe("grads", grads, scaled=scaled)
         if content.weights:
-            self._observe_parameters("weights", self._counting(weights))
+            self._observe("weights", weights)
         if content.images:
             self.forward.take_filters()
+        if optimizer is None:
+            self._read_update(None)
+            return
+        self._groups[id(optimizer)] = context.table.groups_of(optimizer)
+        if content.weights:
+            self._running[id(optimizer)] = Updates(self._counting(parameters))
+
+    def _log_changes(self, optimizer: Optimizer, parameters: Indexed) -> None:
+        """Log once that something else than the optimizer changes parameters."""
+        versions, name = self._versions, type(optimizer).__name__
+        if versions and all(i in versions and p._version != versions[i] for i, p in parameters):
+            self.guard.failures.log_once(
+                f"parameters change between steps of {name}, too: by a wrapper that is no "
+                "torch.optim.Optimizer, an average of weights, or clamping. Update ratios are "
+                f"those of {name}.step() alone"
+            )
+
+    def _check(self, parameters: Indexed) -> None:
+        # Measured parameters show it themselves.
+        super()._check([] if self._context.content.weights else parameters)
 
     def _counting(self, tensors: Indexed) -> Indexed:
         """Select the parameters that this rank measures."""
-        ranks = self._state.ranks
+        ranks = self._context.ranks
         return tensors if ranks is None else ranks.counting(tensors)
 
-    def _observe_parameters(self, kind: Kind, tensors: Indexed, *, scaled: bool = False) -> None:
-        self._tensors.add_parameters(kind, tensors, self.parameters, scaled=scaled)
+    def _observe(self, kind: Kind, tensors: Indexed, *, scaled: bool = False) -> None:
+        counting = self._counting(tensors)
+        self._observations.add_parameters(kind, counting, self.parameters, scaled=scaled)
 
-    def _read_update(self, optimizer: int) -> None:
-        updates = self._updates.pop(optimizer, None)
-        if updates is not None:
+    def _read_update(self, optimizer: Optimizer | None) -> None:
+        if (updates := self._running.pop(id(optimizer), None)) is not None:
             updates.compare()
-            self.pending.updates.append(updates)
-
-    # --- end --------------------------------------------------------------------------------------
+            self._updates.append(updates)
 
     def stop(self) -> None:
         """Observe nothing any more."""
         self.backward.stop()
-        self._updates.clear()
+        self._running.clear()
 
+    @undisturbed(always=True)
     def end(self) -> None:
         """Finish the measurements; nothing is added any more."""
-        self.record.wall_time = time.time()
-        if self.full:
-            self._target.compiled_autograd.was_on()  # since it began; logged
-            outside = {hook.name for hook in self.ran if isinstance(hook, ForwardHook)}
-            self.backward.log_adjoints(self.forward.order, outside)
-            loads = self.forward.loads.best().items()
-            for name, load in loads:
-                self.pending.copies_of("expert_loads", name).append(HostCopy(load))
-            self._tensors.finish()
+        super().end()
+        self._context.compiled_autograd.was_on()  # since it began; logged
+        outside = {hook.name for hook in self.ran if isinstance(hook, ForwardHook)}
+        self.backward.log_adjoints(self.forward.order, outside)
+        for name, load in self.forward.loads.best().items():
+            self._copies.of("expert_loads", name).append(HostCopy(load))
+        self._observations.finish()
+
+    def with_gradients(self) -> set[str]:
+        """Return the names of the parameters whose gradients optimizers used."""
+        return {self.parameters[i].name for norms, _ in self._norms for i in norms.indices}
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held until :meth:`resolve`, about."""
+        measured = self._observations.nbytes + self._copies.nbytes
+        return super().nbytes + _FULL_STEP_BYTES + measured
+
+    # --- on the worker ----------------------------------------------------------------------------
+
+    def resolve(self) -> StepRecord:
+        """Return the record; waits for an accelerator. Called once per step, in their order."""
+        record = self._make_record()
+        names = [parameter.name for parameter in self.layout.parameters]
+        record.full, record.examples = True, self.forward.examples
+        record.random_states = self._random_states
+        if self._flags.size:
+            record.trainable, record.reached, record.held = self._flags
+        record.groups = self._group_of_each(len(names))
+        self._fill_before_clipping(record)
+        skipped = self._observations_of_skipped_steps(record)
+        self._count_skipped(record, overflown_passes=self.backward.passes - 1 if skipped else 0)
+        for kind, tensors in self._observations.merge(first=skipped, factor=self._factor).items():
+            setattr(record, kind, tensors)
+        _correct_overflow(record, names)
+        of_weights = compress(record.weights, nonfinite_of(Tensors.of(record.weights).rows))
+        broken = {*record.nonfinite_parameters, *of_weights}
+        record.nonfinite_parameters = tuple([name for name in names if name in broken])
+        self.notes.moved = [one for update in self._updates for one in update.read()]
+        record.update_ratios = {names[index]: ratio for index, _, _, ratio in self.notes.moved}
+        for name, value in self._copies.fields(self.guard.failures).items():
+            setattr(record, name, value)
+        before = record.total_grad_norm_before_clipping
+        after = float(np.linalg.norm(record.grad_norms))
+        record.clipped_fraction = self._context.clipped_fraction.after(before, after)
+        return record
+
+    def _group_of_each(self, count: int) -> NDArray[np.int64]:
+        """Return the index of each parameter's learning rate; -1: unknown."""
+        groups, before = np.full(count, -1), 0
+        for optimizer, rates in self._rates.items():
+            places = self._groups.get(optimizer, {})
+            groups[list(places)] = before + np.array(list(places.values()), np.int64)
+            before += len(rates)
+        return groups
+
+    def _fill_before_clipping(self, record: StepRecord) -> None:
+        """Fill in the norms of used gradients, or else of all, at the end of the last pass."""
+        passed = self.backward.before_clipping
+        if not passed:
+            return
+        # One that no pass has reached has its norm as used.
+        before, none = record.grad_norms.copy(), not record.grad_present.any()
+        norms = {group: group.read() for group, _ in passed.values()}
+        for index, (group, place) in passed.items():
+            if none or record.grad_present[index]:
+                before[index] = norms[group][place] / self._factor
+        self.notes.before_clipping = before
+        record.total_grad_norm_before_clipping = float(np.linalg.norm(before))
+
+    def _observations_of_skipped_steps(self, record: StepRecord) -> int:
+        """Return how many of the first observations belong to steps that a scaler skipped."""
+        if self._scaler is None or not record.grad_finite.all():
+            return 0
+        # A backward pass with a gradient that is not finite ended in a skipped step.
+        return max(
+            (end for is_overflown, end in self.backward.ends if _value(is_overflown)), default=0
+        )
+
+
+def _value(flag: bool | HostCopy) -> bool:
+    return bool(flag.wait()) if isinstance(flag, HostCopy) else flag
+
+
+def _nonfinite(norms: Sequence[Norms]) -> list[tuple[int, float]]:
+    """Return index and norm of each that is NaN or infinite."""
+    return [
+        (int(group.indices[place]), float(values[place]))
+        for group in norms
+        for values in [group.read()]
+        for place in np.flatnonzero(~np.isfinite(values)).tolist()
+    ]
+
+
+def _correct_overflow(record: StepRecord, names: Sequence[str]) -> None:
+    """Fill in the norms beyond float32's squares, of measured gradients."""
+    for place in np.flatnonzero(record.grad_norms >= OVERFLOW).tolist():
+        if (grad := record.grads.get(names[place])) is not None:
+            is_finite = record.grad_finite[place] = not grad.sketch.nonfinite_count
+            record.grad_norms[place] = grad.sketch.norm if is_finite else math.inf
 
 
 def _rate(value: object) -> float | HostCopy:

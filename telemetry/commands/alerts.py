@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
@@ -47,36 +46,16 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meaning:
-    """Documentation of one kind of alert for users."""
+def documentation(detector: type[Detector]) -> tuple[str, Mapping[str, str], str]:
+    """Return the first two paragraphs of a detector's docstring.
 
-    kind: str
-    severity: str
-    summary: str
-    sections: Mapping[str, str]  # texts of Evidence, Causes, Remedies and Silent
-    example: str  # code that produces the alert; may be empty
-    parameters: Mapping[str, tuple[float, str]]  # default and meaning
-    causes: tuple[str, ...]  # kinds, and a jump of the learning rate, that may be the root cause
-
-
-def meaning_of(detector: type[Detector]) -> Meaning:
-    """Return the limits of a detector, and the first two paragraphs of its docstring."""
+    They are a summary; texts of Evidence, Causes, Remedies and Silent; and code that produces the
+    alert, which may be empty.
+    """
     summary, sections, *_ = [*inspect.cleandoc(detector.__doc__ or "").split("\n\n"), ""]
     texts = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", sections, re.MULTILINE))
-    example = texts.pop("Example", "")
-    jump = ["a jump of the learning rate"] * detector.explained_by_rate_jump
-    return Meaning(
-        kind=detector.kind,
-        severity=detector.severity,
-        summary=_one_line(summary),
-        sections={name: _one_line(text) for name, text in texts.items()},
-        example=textwrap.dedent(example.removeprefix("\n")).strip(),
-        parameters={
-            name: (getattr(detector, name), meaning) for name, meaning in detector.limits().items()
-        },
-        causes=(*sorted(detector.explained_by), *jump),
-    )
+    example = textwrap.dedent(texts.pop("Example", "").removeprefix("\n")).strip()
+    return _one_line(summary), {name: _one_line(text) for name, text in texts.items()}, example
 
 
 def help_line(kinds: Iterable[str]) -> str | None:
@@ -90,31 +69,36 @@ def print_help(args: argparse.Namespace, console: Console) -> int:
         for family, kinds in FAMILIES.items():
             console.print(family, style="bold")
             for kind in kinds:
-                first = re.split(r"(?<=[.:]) ", meaning_of(KINDS[kind]).summary)[0].rstrip(":.")
+                summary, *_ = documentation(KINDS[kind])
+                first = re.split(r"(?<=[.:]) ", summary)[0].rstrip(":.")
                 line = f"  {kind:<21} {KINDS[kind].severity:<8} {_plain(first)}"
                 console.print(line, overflow="ellipsis", no_wrap=True, soft_wrap=False)
         return 0
     if args.kind not in KINDS:
         raise ValueError(f"no alert has the name {args.kind!r}; {closest(args.kind, KINDS)}")
-    for line in _text(meaning_of(KINDS[args.kind]), min(console.width, _WIDTH)):
+    for line in _text(KINDS[args.kind], min(console.width, _WIDTH)):
         console.print(line)
     return 0
 
 
-def _text(meaning: Meaning, width: int) -> Iterator[str]:
-    yield f"{meaning.kind} ({meaning.severity})"
-    yield from textwrap.wrap(_plain(meaning.summary), width)
+def _text(detector: type[Detector], width: int) -> Iterator[str]:
+    summary, sections, example = documentation(detector)
+    yield f"{detector.kind} ({detector.severity})"
+    yield from textwrap.wrap(_plain(summary), width)
     yield ""
-    for name, text in meaning.sections.items():
+    for name, text in sections.items():
         yield from _wrapped(f"{name}: {text}", width)
-    if meaning.causes:
-        yield from _wrapped(f"May follow from: {', '.join(meaning.causes)}.", width)
-    if meaning.example:
-        yield from ["", "Example:", *textwrap.indent(meaning.example, "    ").splitlines()]
-    if meaning.parameters:
-        yield from ["", f"Parameters, for HookLogger(alerts={{{meaning.kind!r}: {{...}}}}):"]
-        for name, (default, text) in meaning.parameters.items():
-            yield from _wrapped(f"{name} = {default:g}: {text}", width)
+    causes = sorted(detector.explained_by)
+    if detector.explained_by_rate_jump:
+        causes.append("a jump of the learning rate")
+    if causes:
+        yield from _wrapped(f"May follow from: {', '.join(causes)}.", width)
+    if example:
+        yield from ["", "Example:", *textwrap.indent(example, "    ").splitlines()]
+    if limits := detector.limits():
+        yield from ["", f"Parameters, for HookLogger(alerts={{{detector.kind!r}: {{...}}}}):"]
+        for name, meaning in limits.items():
+            yield from _wrapped(f"{name} = {getattr(detector, name):g}: {meaning}", width)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -142,7 +126,7 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
     runs = LogDirs(args.runs)
     if args.follow:
         return _follow(runs, args, console)
-    of_runs = [(str(log_dir), run.overview().alerts) for log_dir, run in runs.opened()]
+    of_runs = [(str(log_dir), run.alerts) for log_dir, run in runs.opened()]
     fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
     return runs.status or fails
 
@@ -154,6 +138,7 @@ def _follow(runs: LogDirs, args: argparse.Namespace, console: Console) -> int:
     with suppress(KeyboardInterrupt):
         while opened:
             for log_dir, run in opened:
+                run.refresh()
                 name = str(log_dir)
                 found = {id(frame): frame for frame in run.frames(Alerted)}
                 for alert in [found[key].alert for key in found if key not in shown]:

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
@@ -18,8 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from telemetry.plain_text import json_plain, printable
-from telemetry.reading.run import NoTelemetryError, files_of_run, find_log_dirs, open_run, split_run
+from telemetry.reading.run import NoTelemetryError, find_log_dirs, open_run, split_run
 from telemetry.reading.run_data import RunData
+
+AnyRecord = TypeVar("AnyRecord")
 
 _NARROWEST = 24  # cells of the first column, unless it needs less
 ALWAYS = 100  # weight of a column that is never hidden; the first one becomes narrower instead
@@ -88,6 +91,17 @@ def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]
     writer.writerows(rows)
 
 
+def sorted_by(
+    key: Callable[[AnyRecord], Any], records: Iterable[AnyRecord], *, reverse: bool
+) -> list[AnyRecord]:
+    """Sort records by a key; those whose key is None come last."""
+    keyed = [(key(record), record) for record in records]
+    known = sorted(
+        [pair for pair in keyed if pair[0] is not None], key=itemgetter(0), reverse=reverse
+    )
+    return [record for _, record in (*known, *(pair for pair in keyed if pair[0] is None))]
+
+
 def number(value: float | None, digits: int = 3) -> Text:
     """Return a number; NaN and infinity stand out, and None is empty."""
     if value is None:
@@ -127,9 +141,7 @@ def _cell(value: Any) -> str:
 class LogDirs:
     """Directories of runs at and below the given paths; problems are reported on stderr."""
 
-    def __init__(
-        self, paths: Sequence[Path], is_log_dir: Callable[[Path], object] = files_of_run
-    ) -> None:
+    def __init__(self, paths: Sequence[Path]) -> None:
         self.found: list[Path] = []  # each once
         self.status = 0  # for the shell: 2 if a path or a run could not be read
         self._given = paths
@@ -138,7 +150,7 @@ class LogDirs:
                 self.found.append(path)
                 continue
             try:
-                below = list(find_log_dirs(path, is_log_dir=is_log_dir, skipped=report_skipped))
+                below = list(find_log_dirs(path, skipped=report_skipped))
             except OSError as error:
                 self.fail(error)
                 continue
@@ -150,27 +162,18 @@ class LogDirs:
         """Yield each run with its directory; directories of other programs are skipped."""
         opened = False
         for log_dir in self.found:
-            run = self.open(log_dir)
-            if run is not None:
-                opened = True
-                yield log_dir, run
-                report_problems(run.problems)
+            try:
+                run = open_run(log_dir)
+            except (OSError, ValueError) as error:
+                if isinstance(error, NoTelemetryError) and log_dir not in self._given:
+                    report_skipped(error)
+                else:
+                    self.fail(error)
+                continue
+            opened = True
+            yield log_dir, run
+            report_problems(run.problems)
         self.status = self.status if opened else 2
-
-    def open(self, log_dir: Path) -> RunData | None:
-        """Open the run in a found directory; None if that is impossible."""
-        try:
-            return open_run(log_dir)
-        except (OSError, ValueError) as error:
-            self.refuse(log_dir, error)
-        return None
-
-    def refuse(self, log_dir: Path, error: OSError | ValueError) -> None:
-        """Report a found directory that cannot be opened; one of another program is skipped."""
-        if isinstance(error, NoTelemetryError) and log_dir not in self._given:
-            report_skipped(error)
-        else:
-            self.fail(error)
 
     def fail(self, error: OSError | ValueError) -> None:
         report_problems([reason(error)])

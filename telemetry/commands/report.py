@@ -7,8 +7,6 @@ import html
 import io
 import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
 
 from rich.console import Console
 
@@ -24,26 +22,22 @@ from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
 def report(args: argparse.Namespace, console: Console) -> int:
     found = LogDirs(args.runs)
     runs = dict(found.opened())
+    if len(runs) > MAX_RUNS:
+        raise ValueError(f"a report is of at most {MAX_RUNS} runs, not of {len(runs)}")
     if runs:
-        report_problems(write_report(runs, args.output))
+        problems = {line for run in runs.values() for line in run.problems}  # they are reported
+        base = os.path.commonpath([log_dir.resolve().parent for log_dir in runs])
+        named = {os.path.relpath(log_dir.resolve(), base): run for log_dir, run in runs.items()}
+        rows = [row_of(run, name, time.time()) for name, run in named.items()]
+        page = report_html(named, rows, "".join(_faults(run, name) for name, run in named.items()))
+        # The directory's name may not be valid UTF-8.
+        args.output.write_text(page, encoding="utf-8", errors="backslashreplace")
+        report_problems(
+            line for run in runs.values() for line in run.problems if line not in problems
+        )
         size = args.output.stat().st_size
         console.print(printable(f"{args.output} ({size / 1e6:.1f} MB)"))
     return found.status
-
-
-def write_report(runs: Mapping[Path, RunData], path: str | os.PathLike[str]) -> list[str]:
-    """Write the report of runs into an HTML file; return problems of pictures."""
-    if len(runs) > MAX_RUNS:
-        raise ValueError(f"a report is of at most {MAX_RUNS} runs, not of {len(runs)}")
-    base = os.path.commonpath([log_dir.resolve().parent for log_dir in runs])
-    names = {log_dir: os.path.relpath(log_dir.resolve(), base) for log_dir in runs}
-    known = {run: set(run.problems) for run in runs.values()}
-    named = {names[log_dir]: run for log_dir, run in runs.items()}
-    rows = [row_of(run, name, time.time()) for name, run in named.items()]
-    page = report_html(named, rows, "".join(_faults(run, name) for name, run in named.items()))
-    # The directory's name may not be valid UTF-8.
-    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
-    return [line for run, old in known.items() for line in run.problems if line not in old]
 
 
 def _faults(run: RunData, name: str) -> str:

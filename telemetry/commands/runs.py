@@ -68,7 +68,7 @@ def _rows(found: output.LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any
         name = os.path.relpath(log_dir, given[0]) if is_below else str(log_dir)
         yield row_of(newest, name, now_s)
         if newest.is_newest:
-            for run in newest.directory.runs():
+            for run in newest.directory.runs:
                 if run != newest.run:
                     yield row_of(RunData(newest.directory, run), f"{name}@{run}", now_s)
 
@@ -124,14 +124,13 @@ def _matches(row: Mapping[str, Any], term: str) -> bool:
 def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> list[dict[str, Any]]:
     """Sort numbers before texts, the newest run first, and missing values last."""
 
-    def key(record: Mapping[str, Any]) -> tuple[bool, Any]:
+    def key(record: Mapping[str, Any]) -> tuple[bool, Any] | None:
         value = record[column]
+        if value is None or value != value:
+            return None
         return isinstance(value, str), natural_key(value) if isinstance(value, str) else value
 
-    has_value = [r for r in records if r[column] is not None and r[column] == r[column]]
-    has_none = [r for r in records if r[column] is None or r[column] != r[column]]
-    newest_first = column == "started"
-    return [*sorted(has_value, key=key, reverse=is_reversed != newest_first), *has_none]
+    return output.sorted_by(key, records, reverse=is_reversed != (column == "started"))
 
 
 def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> output.Column:

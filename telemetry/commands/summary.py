@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
@@ -20,10 +19,11 @@ from telemetry.commands.output import (
     number,
     print_records,
     print_table,
+    sorted_by,
 )
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.plain_text import printable, sparkline
-from telemetry.reading.run_data import Overview, RunData, trained_share
+from telemetry.reading.run_data import RunData, trained_share
 from telemetry.records.step import INPUT, is_inside
 from telemetry.tag_names import FULL_STEPS, MEMORY, RUN, TIMES
 
@@ -66,14 +66,10 @@ def summary(args: argparse.Namespace, console: Console) -> int:
     several = len(runs.found) > 1
     for log_dir, run in runs.opened():
         head = f"{printable(str(log_dir))}: " if several else ""
-        _print_run(
-            head,
-            run.overview(),
-            (_trained(run), _full_steps(run), _usage(run)),
-            shown(run),
-            statistic,
-            console,
-        )
+        console.print(f"{head}{run.extent}, alerts: {len(run.alerts) or 'none'}")
+        for fact in _facts(run):
+            console.print(fact)
+        _print_layers(shown(run), run.layer_count, statistic, console)
         if several:
             console.print()
     return runs.status
@@ -84,13 +80,11 @@ def _sorted(
 ) -> list[dict[str, Any]]:
     """Sort the largest first, NaN before all numbers, and layers without a value last."""
 
-    def key(layer: Mapping[str, Any]) -> tuple[bool, float]:
-        last = lasts[layer["module_name"]]
-        return math.isnan(last), last
+    def key(layer: Mapping[str, Any]) -> tuple[bool, float] | None:
+        last = lasts.get(layer["module_name"])
+        return None if last is None else (math.isnan(last), last)
 
-    has_value = [layer for layer in layers if lasts.get(layer["module_name"]) is not None]
-    has_none = [layer for layer in layers if lasts.get(layer["module_name"]) is None]
-    return [*sorted(has_value, key=key, reverse=not is_reversed), *has_none]
+    return sorted_by(key, layers, reverse=not is_reversed)
 
 
 def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
@@ -102,8 +96,8 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
     values are not finite, NaN with fewer than four values or if the first median is 0 or infinite.
     ``largest`` and ``largest_step`` are of the first NaN or infinity, else of the largest value.
     """
-    layers, matrix = run.overview().layers, run.matrix(statistic.name)
-    found, states = run.overview().alerts, run.training_states()
+    layers, matrix = run.layers, run.matrix(statistic.name)
+    found, states = run.alerts, run.training_states()
     alerts = Counter(name for alert in found for name in {alert.module_name, alert.observed_in})
     has_value = (matrix.values != MISSING).any(axis=0)
     for row in np.flatnonzero(has_value | np.array([bool(x.parameters) for x in layers], bool)):
@@ -112,15 +106,20 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
             "type_name": layers[row].type_name,
             "state": states[row],
             "alert_count": alerts[layers[row].name],
+            **dict.fromkeys(("last", "median", "largest", "largest_step")),
+            "trend": math.nan,
+            "is_peak": False,
+            "curve": "",
         }
         if not has_value[row]:
-            yield known | _NOT_MEASURED
+            yield known
             continue
         is_known = matrix.values[:, row] != MISSING
         values = matrix.values[is_known, row].astype(np.float64)
         sizes = np.where(np.isnan(values), math.inf, values)
         largest, middle = int(sizes.argmax()), float(np.median(sizes))
-        first, last = _ends(sizes)
+        quarter = max(1, sizes.size // 4)
+        first, last = float(np.median(sizes[:quarter])), float(np.median(sizes[-quarter:]))
         yield known | {
             "last": float(values[-1]),
             "median": middle if math.isfinite(middle) else float(values[largest]),
@@ -132,92 +131,62 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
         }
 
 
-_NOT_MEASURED: dict[str, Any] = {
-    "last": None,
-    "median": None,
-    "trend": math.nan,
-    "largest": None,
-    "largest_step": None,
-    "is_peak": False,
-    "curve": "",
-}
-
-
-def _ends(sizes: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the medians of the first and the last quarter of some values."""
-    quarter = max(1, sizes.size // 4)
-    return float(np.median(sizes[:quarter])), float(np.median(sizes[-quarter:]))
-
-
-def _trained(run: RunData) -> str:
-    """Return the share of the parameters that are in layers that train as a text, if not all."""
-    share = trained_share(run.overview().layers, run.training_states())
-    return "" if share in (None, 1.0) else f"{share:.1%} of the parameters are in layers that train"
-
-
-def _full_steps(run: RunData) -> str:
-    """Return the numbers of full steps as a text; empty if the run was not closed."""
-    found = run.source.read("scalars", FULL_STEPS)
-    counts = [int(series[-1][1]) for tag in FULL_STEPS if (series := found.get(tag))]
-    if len(counts) < len(FULL_STEPS):
-        return ""
-    return f"full steps: {counts[0]} scheduled, {counts[1]} more requested by rules"
-
-
-def _usage(run: RunData) -> str:
-    """Return the parts of a usual step and the last memory as a text; empty if unknown."""
+def _facts(run: RunData) -> Iterator[str]:
+    """Yield sentences about the run, as far as its files have the numbers."""
+    share = trained_share(run.layers, run.training_states())
+    if share not in (None, 1.0):
+        yield f"{share:.1%} of the parameters are in layers that train"
     tags = {tag: f"{RUN}{tag}" for tag in (*TIMES, *MEMORY)}
-    read = run.source.read("scalars", [*tags.values()])
-    found = {tag: [value for _, value, *_ in read.get(full, ())] for tag, full in tags.items()}
-    usual = {tag: median(found[tag]) for tag in TIMES if found[tag]}
-    total_s, parts = sum(usual.values()), list[str]()
-    if total_s > 0:
+    read = run.source.read("scalars", [*FULL_STEPS, *tags.values()])
+    if all(tag in read for tag in FULL_STEPS):  # the run was closed
+        scheduled, requested = (int(read[tag][-1][1]) for tag in FULL_STEPS)
+        yield f"full steps: {scheduled} scheduled, {requested} more requested by rules"
+    found = {tag: [v for _, v in read[full]] for tag, full in tags.items() if full in read}
+    usual = {tag: median(found[tag]) for tag in TIMES if tag in found}
+    parts = []
+    if (total_s := sum(usual.values())) > 0:
         shares = [f"{_PARTS[tag]} {value / total_s:.0%}" for tag, value in usual.items()]
         parts.append(f"a step takes {total_s:.3g} s: {', '.join(shares)}")
-    parts += [
-        f"{name} {found[tag][-1] / 2**20:,.0f} MiB" for tag, name in MEMORY.items() if found[tag]
-    ]
-    return "; ".join(parts)
+    for tag, name in MEMORY.items():
+        if tag in found:
+            parts.append(f"{name} {found[tag][-1] / 2**20:,.0f} MiB")
+    if parts:
+        yield "; ".join(parts)
 
 
 _PARTS = dict(zip(TIMES, ("waiting for data", "forward", "backward", "optimizer"), strict=True))
 
 
-def _print_run(
-    head: str,
-    found: Overview,
-    facts: Sequence[str],
-    layers: Sequence[Mapping[str, Any]],
-    statistic: Statistic,
-    console: Console,
+def _print_layers(
+    layers: Sequence[Mapping[str, Any]], count: int, statistic: Statistic, console: Console
 ) -> None:
-    console.print(f"{head}{found.extent}, alerts: {len(found.alerts) or 'none'}")
-    for fact in filter(None, facts):
-        console.print(fact)
+    """Print a table of some of ``count`` layers."""
     if not any(layer["curve"] for layer in layers):
         console.print(f"{statistic.title}: not measured in this run")
     if not layers:
         return
     shown = sum(not is_inside(layer["module_name"], INPUT) for layer in layers)
-    which = f", {shown} of {found.layer_count} layers" if shown < found.layer_count else ""
+    which = f", {shown} of {count} layers" if shown < count else ""
     console.print(f"\n{statistic.title}{which}", style="italic")
+
+    def texts(key: str, style: str = "") -> list[Text]:
+        return [Text(printable(str(layer[key] or "")), style) for layer in layers]
+
+    def numbers(key: str) -> list[Text]:
+        return [number(layer[key]) for layer in layers]
+
     print_table(
         console,
         "layer",
         [printable(layer["module_name"]) or "(the model)" for layer in layers],
         [
-            Column("class", [Text(printable(layer["type_name"])) for layer in layers], 0),
-            Column("state", [Text(layer["state"]) for layer in layers], 4),
-            Column("last", [number(layer["last"]) for layer in layers], 6, True),
-            Column("median", [number(layer["median"]) for layer in layers], 1, True),
+            Column("class", texts("type_name"), 0),
+            Column("state", texts("state"), 4),
+            Column("last", numbers("last"), 6, True),
+            Column("median", numbers("median"), 1, True),
             Column("trend", [_arrow(layer) for layer in layers], 2, True),
-            Column("over time", [Text(layer["curve"], "cyan") for layer in layers], 3),
-            Column(
-                "alerts",
-                [Text(str(layer["alert_count"] or ""), "bold red") for layer in layers],
-                5,
-                True,
-            ),
+            Column("over time", texts("curve", "cyan"), 3),
+            Column("alerts", texts("alert_count", "bold red"), 5, True),
         ],
     )
 

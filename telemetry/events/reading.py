@@ -38,8 +38,6 @@ class FrameReader(Iterator[Any]):
 
     Attributes:
         offset: End of the last frame read, in bytes.
-        torn_at: Byte at which an unfinished frame at the end of the file begins, as after a crash
-            or while the file is being written; else None.
         oversized: First byte and size of each frame that was skipped because it is larger than
             :data:`MAX_FRAME_BYTES`.
 
@@ -51,7 +49,6 @@ class FrameReader(Iterator[Any]):
     def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
         self.path = Path(path)
         self.offset = offset
-        self.torn_at: int | None = None
         self.oversized: list[tuple[int, int]] = []
         self._frames = self._read()
 
@@ -71,7 +68,6 @@ class FrameReader(Iterator[Any]):
                     raise self._damaged("the length does not match its checksum")
                 end = self.offset + framing.HEADER_BYTES + length + framing.FOOTER_BYTES
                 if not is_whole or end > size:
-                    self.torn_at = self.offset
                     return
                 if length > MAX_FRAME_BYTES:
                     self.oversized.append((self.offset, length))

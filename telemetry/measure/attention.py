@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
-
-from telemetry.torch_private.host_copy import current_stream
 
 # Queries that are measured, evenly spaced up to the last one.
 MOST_QUERIES = 64
@@ -55,8 +52,7 @@ def attention_figures(
     chosen = _chosen(length)
     query = query[:, chosen].expand(max(len(query), len(key)), -1, -1)
     if mask is None:
-        stream = current_stream(query.device)
-        bias, weights = _without_mask(length, count, is_causal, query.device, stream)
+        bias, weights = _without_mask(length, count, is_causal, query.device)
     else:
         mask = _first_sample(mask, axes).expand(-1, length, count)[:, chosen]
         is_bool = mask.dtype == torch.bool
@@ -101,9 +97,8 @@ def _terms(allowed: Tensor, bias: Tensor | float) -> tuple[Tensor, Tensor]:
     return torch.where(allowed, bias, _LOWEST), weights
 
 
-@lru_cache(maxsize=2)  # alike in all layers
 def _without_mask(
-    length: int, count: int, is_causal: bool, device: torch.device, stream: object
+    length: int, count: int, is_causal: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     positions = torch.arange(length, device=device)[_chosen(length)]
     keys = torch.arange(count, device=device)

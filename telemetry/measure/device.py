@@ -12,7 +12,7 @@ on values. None writes to a tensor of the user.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from telemetry.measure.tensors import FULL_ELEMENTS, Values, block_sample, worki
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import SAMPLE_ELEMENTS
 from telemetry.torch_private import norms_of
-from telemetry.torch_private.host_copy import HostCopy, current_stream, raw_stream, send
+from telemetry.torch_private.host_copy import HostCopy, current_stream, send
 
 is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu")
 """Whether a tensor is in CPU memory. Tests replace it, to measure such tensors here, too."""
@@ -63,14 +63,14 @@ class _Pile:
         self._kind = kind
         self._joined: list[HostCopy] = []
 
-    def join(self, streams: dict[int, Any]) -> None:
+    def join(self, streams: Collection[Any]) -> None:
         """Join the parts on the current stream, which waits for the others."""
         parts, self.parts = self.parts, []
         if not parts:
             return
         if len(streams) > 1:
             current = current_stream(parts[0].device)
-            for other in streams.values():
+            for other in streams:
                 if other != current:
                     current.wait_stream(other)
             for part in parts:
@@ -117,7 +117,7 @@ class DeviceRows:
         self._piles: dict[tuple[torch.dtype, str], _Pile] = {}
         self._sampled: list[tuple[_Sampled, Place]] = []  # each with its norm
         self._whole: list[_Whole] = []
-        self._streams: dict[int, Any] = {}  # on which tensors were added, by the driver's handle
+        self._streams: dict[Any, None] = {}  # on which tensors were added
 
     @property
     def numbers(self) -> list[int]:
@@ -130,10 +130,7 @@ class DeviceRows:
         A large tensor takes 4 launches, or 6 with units in a middle axis; a small one takes 1.
         Several at once share the launches of their norms and of what is sent.
         """
-        if self._device.type == "cuda":
-            handle = raw_stream(self._device.index)
-            if handle not in self._streams:
-                self._streams[handle] = current_stream(self._device)
+        self._streams.setdefault(current_stream(self._device))
         whole: list[_Whole] = []
         large: defaultdict[torch.dtype, list[tuple[Tensor, _Sampled]]] = defaultdict(list)
         is_alone = len(tensors) == 1

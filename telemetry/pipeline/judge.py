@@ -49,6 +49,7 @@ class Judge:
             confirmed=confirmed,
             needed=max(needed, default=0),
             norms_above=min([r.requests_norms_above for r in self._rules], default=math.inf),
+            is_finite=self._is_finite,
         )
 
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
 from telemetry.alert import Alert, located
-from telemetry.capture import Pending, Schedule
+from telemetry.capture import Schedule, Step
 from telemetry.capture.account import Work
 from telemetry.events import summaries
 from telemetry.failures import Failures
@@ -51,7 +51,7 @@ class LoggedScalars(NamedTuple):
     values: Mapping[str, float | HostCopy]
 
 
-Item: TypeAlias = Batch | Pending | MergedStep
+Item: TypeAlias = Batch | Step | MergedStep
 """Items of the worker's queue; merged steps of all ranks are on rank 0 only."""
 
 
@@ -119,7 +119,7 @@ class Processor:
         else:
             self._add_step(item)
 
-    def _add_step(self, pending: Pending) -> None:
+    def _add_step(self, pending: Step) -> None:
         """Record a step here, or send it to rank 0."""
         step, tag, record = pending.step, self._loss.tag, pending.resolve()
         record.scalars, record.loss_tag = self._scalars.get(step, {}), tag
@@ -305,6 +305,6 @@ class Processor:
 
 
 def _kind_of_work(item: Item) -> Work:
-    if isinstance(item, Pending):
+    if isinstance(item, Step):
         return "full" if item.full else "norms"
     return "logged"

@@ -11,7 +11,7 @@ from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from telemetry.capture import Pending
+from telemetry.capture import Step
 from telemetry.failures import Failures
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor
 from telemetry.records.batches import Batch
@@ -76,7 +76,7 @@ class Pipeline:
         self._thread = _Worker(target=self._run, name="telemetry", daemon=True)
         start(self._thread)
 
-    def submit(self, step: Pending) -> None:
+    def submit(self, step: Step) -> None:
         """Queue a finished step; under backpressure, downgrade or drop it."""
         if self._closed or os.getpid() != self._pid:
             return
@@ -215,7 +215,7 @@ class Pipeline:
                 yield self._items.get_nowait()
 
     def _process(self, item: Item | Callback) -> None:
-        if isinstance(item, Pending):
+        if isinstance(item, Step):
             nbytes = item.nbytes
             try:
                 self._processor.process(item)

@@ -41,6 +41,7 @@ RECORDS, BARRIER, ENDED, ANNOUNCEMENT, ACKNOWLEDGED = b"R", b"B", b"E", b"A", b"
 CONNECTED = b"C"
 
 MAX_FRAME_BYTES = 256 * 2**20
+MAX_READ_BYTES = 16 * 2**20  # of frames that rank 0 reads at the same time
 MAX_QUEUED_BYTES = 64 * 2**20
 _MOST_IN_FLIGHT = 8  # frames; short steps end faster than a frame travels there and back
 
@@ -174,7 +175,7 @@ def frame(kind: bytes, payload: bytes = b"") -> bytes:
 
 
 class _Frames:
-    """Reads frames; those that are read at the same time have MAX_FRAME_BYTES in all."""
+    """Reads frames; those that are read together have MAX_READ_BYTES, or are a single one."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -188,7 +189,7 @@ class _Frames:
         if size <= _READ_BYTES:
             return head[:1], await stream.readexactly(size)
         async with self._changed:
-            await self._changed.wait_for(lambda: self._bytes + size <= MAX_FRAME_BYTES)
+            await self._changed.wait_for(lambda: self._bytes + size <= max(size, MAX_READ_BYTES))
             self._bytes += size
         try:
             return head[:1], await asyncio.wait_for(stream.readexactly(size), _FRAME_S)

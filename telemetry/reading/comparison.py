@@ -57,7 +57,7 @@ class Comparison:
 
 def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
     """Compare common steps and layers; ``tolerance`` is relative, and NaN is the same as NaN."""
-    names = [[layer.name for layer in run.overview().layers] for run in (first, second)]
+    names = [[layer.name for layer in run.layers] for run in (first, second)]
     known = [set(of_run) for of_run in names]
     both = [name for name in names[0] if name in known[1]]
     found, step_count = _of_layers(first, second, both, tolerance)
@@ -77,7 +77,7 @@ def _of_layers(
     """Return the first difference of each statistic, and the number of common steps."""
     rows = []
     for run in (first, second):
-        row_of = {layer.name: row for row, layer in enumerate(run.overview().layers)}
+        row_of = {layer.name: row for row, layer in enumerate(run.layers)}
         rows.append(np.array([row_of[name] for name in names], np.intp))
     found: dict[str, Difference] = {}
     steps: set[int] = set()

@@ -71,15 +71,17 @@ def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribut
     size = max(abs(low), abs(high))
     unit = float(np.median(typical)) if typical.size else size or 1.0
     unit = max(unit, _SMALLEST_UNIT, size * _SMALLEST_UNIT)
-    zero_bin = None
-    if has_zeros:  # a few values of the other sign do not extend the range
-        ends = [table[table[:, 2] > 0][[0, -1]] for table in filled]
-        low = low if low < 0 else float(min(first[0] for first, _ in ends))
-        high = high if high > 0 else float(max(last[1] for _, last in ends))
-        edges, zero_bin = _edges_around_zero(low, high, unit)
-    else:
-        margin = 0.0 if low < high else abs(low) / 2 or 1.0
-        edges = _evenly(low - margin, high + margin, BINS, unit)
+    if has_zeros:  # a few values of the other sign get one bin
+        ends = np.array([table[table[:, 2] > 0][[0, -1], [0, 1]] for table in filled])
+        low = min(low, 0.0, max(ends[:, 0].min(), -2 * _ZERO))
+        high = max(high, 0.0, min(ends[:, 1].max(), 2 * _ZERO))
+    if low == high:
+        margin = abs(low) / 2 or 1.0
+        low, high = low - margin, high + margin
+    edges, zero_bin = _edges(low, high, unit, has_zeros), None
+    if has_zeros:
+        edges = np.concatenate([edges[edges < -_ZERO], [-_ZERO, _ZERO], edges[edges > _ZERO]])
+        zero_bin = int(np.searchsorted(edges, 0.0)) - 1
     return Distribution(
         steps=np.array([step for step, _ in tables], dtype=np.int64),
         edges=edges,
@@ -97,30 +99,18 @@ def _quantiles(table: NDArray[np.float64], shares: Sequence[float]) -> NDArray[n
     return quantiles * scale
 
 
-def _evenly(low: float, high: float, bins: int, unit: float) -> NDArray[np.float64]:
-    """Return the edges of bins that have equal width in ``asinh(x / unit)``."""
+def _edges(low: float, high: float, unit: float, at_zero: bool) -> NDArray[np.float64]:
+    """Return edges at equal distances in ``asinh(x / unit)``; ``at_zero``: one of them is zero."""
+    first, last = np.arcsinh(low / unit), np.arcsinh(high / unit)
+    places = np.linspace(first, last, BINS + 1)
+    if at_zero:
+        width = (last - first) / BINS
+        places = width * np.arange(np.floor(first / width), np.ceil(last / width) + 1)
     with np.errstate(over="ignore"):
-        ends = np.arcsinh(low / unit), np.arcsinh(high / unit)
-        edges: NDArray[np.float64] = unit * np.sinh(np.linspace(*ends, bins + 1))
-    edges[0], edges[-1] = low, high
+        edges: NDArray[np.float64] = unit * np.sinh(places)
+    if not at_zero:
+        edges[0], edges[-1] = low, high
     return edges
-
-
-def _edges_around_zero(low: float, high: float, unit: float) -> tuple[NDArray[np.float64], int]:
-    """Return the edges of :data:`BINS` bins and one more bin for zero, and its index."""
-    ends = (max(-low, 0.0), max(high, 0.0)) if low < high else (1.0, 1.0)
-    lengths = [float(np.arcsinh(end / unit)) for end in ends]
-    shares = [length / (sum(lengths) or 1.0) for length in lengths]
-    below, above = (_edges_from_zero(e, s, unit) for e, s in zip(ends, shares, strict=True))
-    return np.concatenate([-below[::-1], above]), len(below) - 1
-
-
-def _edges_from_zero(end: float, share: float, unit: float) -> NDArray[np.float64]:
-    """Return the edges of a share of the bins beyond zero; one edge if there are no values."""
-    if end <= 2 * _ZERO:
-        return np.array([_ZERO])
-    edges = _evenly(0.0, end, max(1, round(share * BINS)), unit)
-    return np.concatenate([[_ZERO], edges[edges > _ZERO]])  # some lie in the bin of zero
 
 
 def _rebin(table: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float32]:

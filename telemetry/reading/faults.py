@@ -30,19 +30,18 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.events.run_log import Alerted, Failure, FullStep, Random
+from telemetry.events.run_log import Alerted, End, Failure, FullStep
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.onset import Onset
 from telemetry.reading.matrix import Region
 from telemetry.reading.run_data import RunData
-from telemetry.records.batches import Batch
 from telemetry.records.step import INPUT, is_inside
 
 MAX_FAULTS = 8
@@ -52,35 +51,30 @@ STEPS_AFTER = 50
 _MAX_ONSETS = 8
 
 
-@dataclass(kw_only=True, eq=False)
-class _Fault:
-    step: int
-    batches: tuple[Batch, ...]
-    random: Random | None
-    failure: Failure | None = None
-
-
 def faults_of(run: RunData) -> Iterator[dict[str, Any]]:
     """Yield the first eight faults; what follows within 50 steps belongs to the same one."""
-    alerted, end, found = run.frames(Alerted), run.end(), list[_Fault]()
+    alerted, end, found = run.frames(Alerted), run.end(), list[Alerted | End]()
     for frame in alerted:
         is_new = not found or frame.step >= found[-1].step + STEPS_AFTER
         if is_new and frame.is_fault:
-            found.append(_Fault(step=frame.step, batches=frame.batches, random=frame.random))
-    if end is not None and end.failure is not None:
-        step = end.step + 1  # that it has interrupted
-        if not found or step >= found[-1].step + STEPS_AFTER:
-            found.append(_Fault(step=step, batches=end.batches, random=end.random))
-        found[-1].failure = end.failure
+            found.append(frame)
+    failure = None if end is None else end.failure
+    if end is not None and failure is not None:
+        interrupted = replace(end, step=end.step + 1)
+        if not found or interrupted.step >= found[-1].step + STEPS_AFTER:
+            found.append(interrupted)
+    alerts = [frame.alert for frame in alerted]
     for fault in found[:MAX_FAULTS]:
-        yield _record(run, fault, [frame.alert for frame in alerted])
+        yield _record(run, fault, failure if fault is found[-1] else None, alerts)
 
 
-def _record(run: RunData, fault: _Fault, alerts: Sequence[Alert]) -> dict[str, Any]:
+def _record(
+    run: RunData, fault: Alerted | End, failure: Failure | None, alerts: Sequence[Alert]
+) -> dict[str, Any]:
     last, known = fault.step + STEPS_AFTER, run.steps()
     steps = known[known <= last][-STEPS:]
     region = Region(first_step=int(min(steps, default=0)), last_step=last)
-    frames, layers, random = run.norms(region), run.overview().layers, fault.random
+    frames, layers, random = run.norms(region), run.layers, fault.random
     profiles = [*_profiles(run, fault.step, steps, region)]
     nearby = [a for a in alerts if region.first_step <= a.step <= last][:MAX_ALERTS]
     states = {} if random is None else random.states
@@ -90,9 +84,7 @@ def _record(run: RunData, fault: _Fault, alerts: Sequence[Alert]) -> dict[str, A
         "batches": fault.batches,
         "first_bad_module": _first_bad(nearby, profiles, [layer.name for layer in layers]),
         "alerts": nearby,
-        "exception": fault.failure and {
-            name: getattr(fault.failure, name) for name in Failure.__struct_fields__
-        },
+        "exception": failure and asdict(failure),
         "random": {
             "seed": run.seed(),
             "step": None if random is None else random.step,
@@ -133,7 +125,7 @@ def _profiles(
         for moment in map(int, moments[:1]):
             only = Region(first_step=moment, last_step=moment)
             columns = {s.name: run.matrix(s.name, only).values for s in PAGE_STATISTICS}
-            nothing = [None] * len(run.overview().layers)
+            nothing = [None] * len(run.layers)
             values = {name: _values(of[0]) if len(of) else nothing for name, of in columns.items()}
             yield {"when": when, "step": moment, **values}
 

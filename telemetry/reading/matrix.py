@@ -31,9 +31,10 @@ class Region:
     first_layer: int = 0
     last_layer: int = MAX_INTEGER
 
-    def holds(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        inside: NDArray[np.bool_] = (steps >= self.first_step) & (steps <= self.last_step)
-        return inside
+    @property
+    def steps(self) -> tuple[int, int]:
+        """First step, and the one after the last."""
+        return self.first_step, self.last_step + 1
 
     def layers(self, count: int) -> slice:
         last = min(self.last_layer, count - 1)

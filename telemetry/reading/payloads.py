@@ -41,20 +41,21 @@ _Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Header and arrays."""
 
 
-def overview(data: RunData) -> dict[str, Any]:
+def overview(run: RunData) -> dict[str, Any]:
     """Return layers, statistics, alerts and hyperparameters of a run.
 
     It raises NewerFormatError if a later version has written it.
     """
-    data.check_format()
-    run, states = data.overview(), data.training_states()
-    pictured = builtin_tags.places_of_images(data.source.tags("images"))
+    run.check_format()
+    states = run.training_states()
+    pictured = builtin_tags.places_of_images(run.source.tags("images"))
     return {
         "version": run.version,
         "layers": [
             {
                 "name": layer.name,
                 "type": layer.type_name,
+                "role": _role(layer),
                 "code": layer.code,
                 "hasPictures": not pictured.isdisjoint(layer.places),
                 "state": state,
@@ -68,12 +69,24 @@ def overview(data: RunData) -> dict[str, Any]:
             for statistic in PAGE_STATISTICS
             if statistic.measured_in is None or statistic.name in run.statistics
         ],
-        "lastStep": run.last_step,
+        "lastStep": run.last_step or 0,
         "alerts": [{**json_plain(alert), "message": alert.message} for alert in run.alerts],
-        "hparams": data.hyperparameters(),
+        "hparams": run.hyperparameters(),
         "resumed": run.resumed,
-        "estimated": data.estimated(),
+        "estimated": run.estimated(),
     }
+
+
+def _role(layer: Layer) -> str:
+    """Return the part of a module's path after its last index; its class without one.
+
+    ``blocks.3.attn.qkv`` has the role ``attn.qkv``, ``blocks.3.mlp.0`` the role ``mlp``.
+    """
+    path = layer.name.split(".")
+    while path and path[-1].isdecimal():
+        path.pop()
+    indices = [place for place, part in enumerate(path) if part.isdecimal()]
+    return ".".join(path[indices[-1] + 1 :]) if indices else layer.type_name
 
 
 def onsets(run: RunData, step: int) -> dict[str, Any]:
@@ -84,7 +97,7 @@ def onsets(run: RunData, step: int) -> dict[str, Any]:
         asdict(onset) | ({} if math.isfinite(onset.factor) else {"factor": "Infinity"})
         for onset in (found or ())[:MAX_ONSETS]
     ]
-    layers = sum(bool(layer.parameters) for layer in run.overview().layers)
+    layers = sum(bool(layer.parameters) for layer in run.layers)
     return {"onsets": None if found is None else shown, "count": len(found or ()), "layers": layers}
 
 

@@ -36,16 +36,16 @@ class Run:
         self.log_dir = log_dir
         self._data = open_run(log_dir, needs_log=False)
         self.earlier: tuple[str, ...] = tuple(
-            [f"{log_dir}@{run}" for run in self._data.directory.runs() if run != self._data.run]
+            [f"{log_dir}@{run}" for run in self._data.directory.runs if run != self._data.run]
         )
-        self.alerts: tuple[Alert, ...] = self._data.overview().alerts
+        self.alerts: tuple[Alert, ...] = self._data.alerts
 
     def __repr__(self) -> str:
-        return f"<Run {str(self.log_dir)!r} {self._data.overview().extent}>"
+        return f"<Run {str(self.log_dir)!r} {self._data.extent}>"
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
-        rows = {"records": self._data.overview().extent, **self.hparams}
+        rows = {"records": self._data.extent, **self.hparams}
         return html_table(str(self.log_dir), {**rows, "alerts": listed_alerts(self.alerts)})
 
     @property
@@ -97,7 +97,7 @@ class Run:
                 numbers = matrix.values[columns, rows]
                 found.append((np.full(len(rows), place), matrix.steps[columns], rows, numbers))
         places, steps, rows, values = map(np.concatenate, zip(*found, strict=True))
-        layers = self._data.overview().layers
+        layers = self._data.layers
         return _table(
             statistic=(places, names),
             step=steps,
@@ -119,7 +119,7 @@ class Run:
             KeyError: The run does not have the layer.
             TypeError: ``layer`` is no string.
         """
-        names = [known.name for known in self._data.overview().layers]
+        names = [known.name for known in self._data.layers]
         if layer not in names:
             if not isinstance(layer, str):
                 raise TypeError(f"units(layer={layer!r}): must be the name of a layer")
@@ -135,7 +135,7 @@ class Run:
         ``frozen``; empty without parameters), ``forward`` (file and line) and ``user_code``: the
         same if that is your own code, else the location and name of the nearest enclosing module.
         """
-        layers = self._data.overview().layers
+        layers = self._data.layers
         rows = np.arange(len(layers))
         return _table(
             module_name=(rows, [layer.name for layer in layers]),
@@ -267,9 +267,8 @@ def open_run(log_dir: Path, *, needs_log: bool = True) -> RunData:
     """
     path, run = split_run(log_dir)
     found = RunData(RunDirectory(path), run)
-    overview = found.overview()
     found.check_format()
-    if not overview.layers and not overview.alerts and found.end() is None:
+    if not found.layers and not found.alerts and found.end() is None:
         if run:
             raise FileNotFoundError(f"{path} holds no run {run}")
         if not files_of_run(path):

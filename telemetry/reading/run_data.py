@@ -19,10 +19,8 @@ from telemetry.events.run_log import (
     Frame,
     FullStep,
     Hyperparameters,
-    LaidOut,
     LossFound,
     Norms,
-    layout_of,
 )
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.formulas import TRAINING_STATES
@@ -40,7 +38,7 @@ from telemetry.reading.matrix import (
     largest,
     of_modules,
 )
-from telemetry.reading.run_log import AnyFrame, Part, RunDirectory
+from telemetry.reading.run_log import AnyFrame, Part, RunDirectory, Segment
 from telemetry.reading.sources import FileSource, Period, RunSource
 from telemetry.records import Layout, Module, Parameter
 from telemetry.records.step import INPUT, is_inside
@@ -61,80 +59,46 @@ class Layer(Module):
     places: frozenset[int]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Segment:
-    """Steps of one layout in one part of a run."""
-
-    part: Part
-    layout: Layout
-    statistics: tuple[str, ...]  # rows of the tables
-    first: int
-    end: int  # the first step of the next segment, or that a later part hides
-    rows: NDArray[np.intp]  # row of each module among all layers of the run, ``[modules]``
-
-    def indices(self, kind: type[Frame], region: Region) -> list[int]:
-        """Return the indices of its frames in a region."""
-        first, end = max(self.first, region.first_step), min(self.end, region.last_step + 1)
-        return self.part.frames[kind].between(first, end)
-
-    def modules(self, rows: slice) -> NDArray[np.intp]:
-        """Return its modules among some rows of the run, ascending."""
-        return np.flatnonzero((self.rows >= rows.start) & (self.rows < rows.stop))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Overview:
-    """Layers, steps with data, and alerts of a run."""
-
-    version: str  # changes with new layers or parts: earlier answers are then invalid
-    layers: tuple[Layer, ...]  # in forward order
-    first_step: int
-    last_step: int
-    resumed: tuple[int, ...]  # steps at which the run was resumed
-    alerts: tuple[Alert, ...]  # by step
-    started_s: float | None  # seconds since the epoch; None without a begin
-    statistics: frozenset[str]  # names of those that are written at full steps
-
-    @property
-    def layer_count(self) -> int:
-        """Number of layers without the rows of the input."""
-        return sum(not is_inside(layer.name, INPUT) for layer in self.layers)
-
-    @property
-    def extent(self) -> str:
-        """Number of layers and range of steps, for a heading."""
-        if not self.layers:
-            return "no steps"
-        return f"{self.layer_count} layers, steps {self.first_step} to {self.last_step}"
-
-
 class RunData:
-    """Data of one run. Each call reads what is new; calls may come from any thread.
+    """Data of one run, as of the latest :meth:`refresh`.
 
     Args:
         directory: Its run logs.
         run: Id of the run in the directory; without one, the newest.
         source: Its event files; without one, those of the directory.
+
+    Attributes:
+        layers: In forward order.
     """
 
     def __init__(
         self, directory: RunDirectory, run: str = "", source: RunSource | None = None
     ) -> None:
         self.directory = directory
+        self.layers: tuple[Layer, ...] = ()
         self._run = run
-        self._lock = directory.lock
+        self._source = source or FileSource(directory.path)
         self._parts: Sequence[Part] = ()
-        self._layouts: list[tuple[LaidOut, Layout]] = []  # different ones
-        self._state: Sequence[object] = ()
-        self._segments: tuple[Segment, ...] = ()
-        self._layers: tuple[Layer, ...] = ()
-        self.source = source or FileSource(directory.path)
-        self._refresh()
+        self._segments: Sequence[Segment] = ()
+        # Row of each module among the layers of the run, by the id of its layout.
+        self._rows: Mapping[int, NDArray[np.intp]] = {}
+        self.update()
+
+    def refresh(self) -> None:
+        """Read what is new."""
+        self.directory.refresh()
+        self.update()
+
+    @property
+    def source(self) -> RunSource:
+        """Its event files."""
+        self._source.period = self._period()
+        return self._source
 
     @property
     def problems(self) -> list[str]:
         """One line for each part of the files that was skipped."""
-        return [*self.directory.problems, *self.source.problems]
+        return [*self.directory.problems, *self._source.problems]
 
     @property
     def run(self) -> str:
@@ -146,66 +110,89 @@ class RunData:
         """Whether it was opened as the newest run of its directory."""
         return not self._run
 
-    def overview(self) -> Overview:
-        """Return layers, steps and alerts."""
-        with self._lock:
-            self._refresh()
-            begins = [part.begin for part in self._parts if not part.begin.continues]
-            first = min((segment.first for segment in self._segments), default=0)
-            alerts = [frame.alert for part in self._parts for frame in part.few(Alerted)]
-            return Overview(
-                version=self._version(),
-                layers=self._layers,
-                first_step=first,
-                last_step=max(first, self.last_step() or 0),
-                resumed=tuple(sorted({begin.step for begin in begins[1:]})),
-                alerts=tuple(sorted(alerts, key=lambda alert: alert.step)),
-                started_s=begins[-1].time_s if begins else None,
-                statistics=frozenset().union(*(s.statistics for s in self._segments)),
-            )
-
     def check_format(self) -> None:
         """Raise NewerFormatError if a later version has written all there is."""
         if self.directory.newer is not None and not self._parts:
             raise self.directory.newer
 
+    @property
+    def version(self) -> str:
+        """Text that changes with new layers or parts: earlier answers are then invalid."""
+        segments = [f"{segment.first},{len(segment.layout.modules)}" for segment in self._segments]
+        begins = [f"{part.begin.run} {part.begin.step}" for part in self._parts]
+        text = "\n".join([*begins, *segments, *(layer.name for layer in self.layers)])
+        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers without the rows of the input."""
+        return sum(not is_inside(layer.name, INPUT) for layer in self.layers)
+
+    @property
+    def first_step(self) -> int:
+        return min((segment.first for segment in self._segments), default=0)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step with data, or the last one of the training; None without any."""
+        found = [end.step for end in self.frames(End)]
+        for segment in self._segments:
+            for kind, places in segment.places.items():
+                found += [places.steps[index] for index in segment.indices(kind)[-1:]]
+        return max([self.first_step, *found]) if found else None
+
+    @property
+    def extent(self) -> str:
+        """Number of layers and range of steps, for a heading."""
+        if not self.layers:
+            return "no steps"
+        return f"{self.layer_count} layers, steps {self.first_step} to {self.last_step or 0}"
+
+    @property
+    def resumed(self) -> list[int]:
+        """Steps at which the run was resumed."""
+        begins = [part.begin.step for part in self._parts if not part.begin.continues]
+        return sorted({*begins[1:]})
+
+    @property
+    def started_s(self) -> float | None:
+        """Time at which the run began or was resumed, in seconds since the epoch."""
+        begins = [part.begin.time_s for part in self._parts if not part.begin.continues]
+        return begins[-1] if begins else None
+
+    @property
+    def written_s(self) -> float:
+        """Time of the last frame, in seconds since the epoch."""
+        return max((part.last_time_s for part in self._parts), default=0.0)
+
+    @property
+    def statistics(self) -> set[str]:
+        """Names of the statistics that are written at full steps."""
+        return set().union(*(segment.statistics for segment in self._segments))
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """Alerts by step."""
+        found = [frame.alert for frame in self.frames(Alerted)]
+        return tuple(sorted(found, key=lambda alert: alert.step))
+
     def frames(self, kind: type[AnyFrame]) -> list[AnyFrame]:
         """Return the frames of a rare kind, without hidden ones, in the order of writing."""
-        with self._lock:
-            self._refresh()
-            return [frame for part in self._parts for frame in part.few(kind)]
+        return [frame for part in self._parts for frame in part.few(kind)]
 
     def end(self) -> End | None:
         """Return the end of the run; None while it is open."""
-        with self._lock:
-            self._refresh()
-            ends = self._parts[-1].few(End)[-1:] if self._parts else ()
-            # Steps after an end make it void.
-            return next((end for end in ends if end.time_s >= self._parts[-1].last_time_s), None)
-
-    def written_s(self) -> float:
-        """Return the time of the last frame, in seconds since the epoch."""
-        times = [part.last_time_s for part in self._parts if math.isfinite(part.last_time_s)]
-        return max(times, default=0.0)
-
-    def _period(self, runs: Mapping[str, Sequence[Part]]) -> Period:
-        """Return the time of the run, if others have used its directory before or after it."""
-        others = [parts for run, parts in runs.items() if run != self.run]
-        if not self._parts or not others:
-            return Period()
-        began_s, ended_s = self._parts[0].begin.time_s, self.written_s()
-        later_s = [parts[0].begin.time_s for parts in others]
-        is_first = all(max(p.last_time_s for p in parts) > began_s for parts in others)
-        end_s = min((time_s for time_s in later_s if time_s > ended_s), default=math.inf)
-        return Period(-math.inf if is_first else began_s, end_s)
+        ends = self._parts[-1].few(End)[-1:] if self._parts else ()
+        # Steps after an end make it void.
+        return next((end for end in ends if end.time_s >= self._parts[-1].last_time_s), None)
 
     def seed(self) -> int | None:
         """Return the seed of torch's generator when the run began."""
         return self._parts[0].begin.seed if self._parts else None
 
     def hyperparameters(self) -> dict[str, str | float | bool]:
-        found = [frame.values for frame in self.frames(Hyperparameters)]
-        return dict(found[-1]) if found else {}
+        found = self.frames(Hyperparameters)
+        return dict(found[-1].values) if found else {}
 
     def loss_tag(self) -> str | None:
         """Return the tag of the loss that the logger has found."""
@@ -217,26 +204,12 @@ class RunData:
         found = self.frames(LossFound)
         return found[-1].delay if found else 0
 
-    def last_step(self) -> int | None:
-        """Return the last step with data, or the last one of the training; None without any."""
-        with self._lock:
-            self._refresh()
-            found = [
-                part.frames[kind].steps[index]
-                for part in self._parts
-                for kind in (Norms, FullStep, End)
-                for index in part.frames[kind].between(0, part.end)[-1:]
-            ]
-        return max(found, default=None)
-
     def logged(self) -> dict[str, list[tuple[int, float]]]:
         """Return steps and values of the scalars that the user has logged, by tag."""
         found: dict[str, dict[int, float]] = defaultdict(dict)
-        with self._lock:
-            self._refresh()
-            for part in self._parts:
-                for tag, (steps, values) in part.curves().items():
-                    found[tag].update(zip(steps.tolist(), values.tolist(), strict=True))
+        for part in self._parts:
+            for tag, (steps, values) in part.curves().items():
+                found[tag].update(zip(steps.tolist(), values.tolist(), strict=True))
         return {tag: sorted(points.items()) for tag, points in found.items() if points}
 
     # --- statistics of layers --------------------------------------------------------------------
@@ -245,25 +218,26 @@ class RunData:
         """Return one statistic of all layers and steps, or a region; KeyError: no statistic."""
         if statistic not in {known.name for known in PAGE_STATISTICS}:
             raise KeyError(statistic)
-        with self._lock:
-            self._refresh()
-            rows = region.layers(len(self._layers))
-            width = len(range(len(self._layers))[rows])
-            of_steps = Norms if statistic in EVERY_STEP else FullStep
-            count = sum(len(segment.indices(of_steps, region)) for segment in self._segments)
-            per_column, per_row = limit.factors(count, width) if limit else (1, 1)
-            at_once = per_column * max(1, _STEPS_AT_ONCE // per_column)
-            steps, values = (
-                [np.empty(0, np.int64)],
-                [np.empty((0, -(-width // per_row)), np.float32)],
-            )
-            for segment, found, modules, columns in self._of_modules(
-                statistic, region, rows, at_once
-            ):
-                of_all = np.full((len(found), width), MISSING, np.float32)
-                of_all[:, segment.rows[modules] - rows.start] = columns
-                steps.append(found[::per_column])
-                values.append(largest(largest(of_all, per_column, 0), per_row, 1))
+        rows = region.layers(len(self.layers))
+        width = len(range(len(self.layers))[rows])
+        kind = Norms if statistic in EVERY_STEP else FullStep
+        count = sum(len(segment.indices(kind, *region.steps)) for segment in self._segments)
+        per_column, per_row = limit.factors(count, width) if limit else (1, 1)
+        steps = [np.empty(0, np.int64)]
+        values = [np.empty((0, -(-width // per_row)), np.float32)]
+        segments = [s for s in self._segments if kind is Norms or statistic in s.statistics]
+        for segment, found, numbers in self._numbers(segments, kind, region, per_column):
+            row_of = self._rows[id(segment.layout)]
+            modules = np.flatnonzero((row_of >= rows.start) & (row_of < rows.stop))
+            if kind is Norms:
+                columns = of_modules(segment.layout, np.stack(numbers), statistic, modules)
+            else:
+                place = segment.statistics.index(statistic)
+                columns = np.stack([table[place, modules] for table in numbers])
+            of_all = np.full((len(found), width), MISSING, np.float32)
+            of_all[:, row_of[modules] - rows.start] = columns
+            steps.append(found[::per_column])
+            values.append(largest(largest(of_all, per_column, 0), per_row, 1))
         all_steps, all_values = in_order(np.concatenate(steps), np.concatenate(values))
         return Matrix(
             steps=all_steps,
@@ -273,93 +247,61 @@ class RunData:
             step_factor=per_column,
         )
 
-    def _of_modules(
-        self, statistic: str, region: Region, rows: slice, at_once: int
-    ) -> Iterator[tuple[Segment, NDArray[np.int64], NDArray[np.intp], NDArray[np.float32]]]:
-        """Yield segment, steps, the modules of some rows, and a statistic, ``[steps, modules]``."""
-        if statistic in EVERY_STEP:
-            for segment, steps, norms in self._gradients(region, at_once):
-                modules = segment.modules(rows)
-                values = of_modules(segment.layout, norms, statistic, modules)
-                yield segment, steps, modules, values
-            return
-        for segment in self._segments:
-            if statistic in segment.statistics:
-                place, modules = segment.statistics.index(statistic), segment.modules(rows)
-                tables = self._tables(segment, region)
-                while found := [
-                    (step, table[place, modules]) for step, table in islice(tables, at_once)
-                ]:
-                    steps, values = _stacked(found)
-                    yield segment, steps, modules, values
-
-    def _gradients(
-        self, region: Region, at_once: int = _STEPS_AT_ONCE
-    ) -> Iterator[tuple[Segment, NDArray[np.int64], NDArray[np.float32]]]:
-        """Yield segment, some steps, and norms of all gradients, ``[steps, parameters]``."""
-        for segment in self._segments:
-            indices, shape = segment.indices(Norms, region), (len(segment.layout.parameters),)
-            rows = (
-                (frame.step, numbers)
-                for _, frame in segment.part.read(Norms, indices)
-                if (numbers := self._array(frame, frame.norms, shape)) is not None
+    def _numbers(
+        self,
+        segments: Iterable[Segment],
+        kind: type[Norms | FullStep],
+        region: Region,
+        multiple_of: int = 1,
+    ) -> Iterator[tuple[Segment, NDArray[np.int64], Sequence[NDArray[np.float32]]]]:
+        """Yield segment, some steps, and the numbers of each: a row of norms, or a table."""
+        at_once = multiple_of * max(1, _STEPS_AT_ONCE // multiple_of)
+        for segment in segments:
+            shape: tuple[int, ...] = (len(segment.layout.parameters),)
+            if kind is FullStep:
+                shape = len(segment.statistics), len(segment.layout.modules)
+            read = segment.read(kind, segment.indices(kind, *region.steps))
+            fitting = (
+                (frame.step, numbers) for frame in read for numbers in self._of(frame, shape)
             )
-            while found := [*islice(rows, at_once)]:
-                yield segment, *_stacked(found)
+            while some := [*islice(fitting, at_once)]:
+                steps, numbers = zip(*some, strict=True)
+                yield segment, np.array(steps, np.int64), numbers
+
+    def _of(self, frame: Norms | FullStep, shape: tuple[int, ...]) -> Iterator[NDArray[np.float32]]:
+        """Yield the numbers of a frame; add a problem if they do not fit the layout."""
+        data = frame.norms if isinstance(frame, Norms) else frame.table
+        if len(data) == 4 * math.prod(shape):
+            yield np.frombuffer(data, "<f4").reshape(shape)
+            return
+        self.directory.problems.add(
+            f"a frame of step {frame.step}",
+            f"it has {len(data)} bytes of numbers, its layout needs {4 * math.prod(shape)}",
+        )
 
     def norms(self, region: Region) -> list[Norms]:
         """Return the last frame of each of some steps, without the norms of the parameters."""
         found: dict[int, Norms] = {}
-        with self._lock:
-            self._refresh()
-            for segment in self._segments:
-                for _, frame in segment.part.read(Norms, segment.indices(Norms, region)):
-                    frame.norms = memoryview(b"")  # it holds all bytes of the frame
-                    found[frame.step] = frame
+        for segment in self._segments:
+            for frame in segment.read(Norms, segment.indices(Norms, *region.steps)):
+                frame.norms = memoryview(b"")  # it holds all bytes of the frame
+                found[frame.step] = frame
         return [found[step] for step in sorted(found)]
-
-    def _tables(
-        self, segment: Segment, region: Region
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield step and table, ``[statistics, modules]``, of full steps."""
-        shape = len(segment.statistics), len(segment.layout.modules)
-        for _, frame in segment.part.read(FullStep, segment.indices(FullStep, region)):
-            if (table := self._array(frame, frame.table, shape)) is not None:
-                yield frame.step, table
-
-    def _array(
-        self, frame: Frame, data: memoryview, shape: tuple[int, ...]
-    ) -> NDArray[np.float32] | None:
-        """Return numbers of a frame; None, and a problem, if they do not fit the layout."""
-        if len(data) != 4 * math.prod(shape):
-            self.directory.problems.add(
-                f"a frame of step {frame.step}",
-                f"it has {len(data)} bytes of numbers, its layout needs {4 * math.prod(shape)}",
-            )
-            return None
-        return np.frombuffer(data, "<f4").reshape(shape)
 
     def steps(self, kind: type[Frame] = Norms) -> NDArray[np.int64]:
         """Return the steps with norms, or the full steps, ascending."""
-        with self._lock:
-            self._refresh()
-            found = [
-                np.array(segment.part.frames[kind].steps, np.int64)[segment.indices(kind, WHOLE)]
-                for segment in self._segments
-            ]
+        found = [
+            np.array(segment.places[kind].steps, np.int64)[segment.indices(kind)]
+            for segment in self._segments
+        ]
         return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
     def estimated(self) -> bool:
         """Whether some figures of the last full step are those of a sample, not of all elements."""
-        with self._lock:
-            self._refresh()
-            latest = [
-                (segment.part, index)
-                for segment in self._segments
-                for index in segment.indices(FullStep, WHOLE)[-1:]
-            ]
-            frames = (frame for part, at in latest[-1:] for _, frame in part.read(FullStep, [at]))
-            return any(frame.estimated for frame in frames)
+        for segment in reversed(self._segments):
+            for index in segment.indices(FullStep)[-1:]:
+                return any(frame.estimated for frame in segment.read(FullStep, [index]))
+        return False
 
     def training_states(self) -> list[str]:
         """Return what each layer's parameters did at the last full step, a text for each layer.
@@ -375,45 +317,41 @@ class RunData:
 
     def layer_series(self, name: str) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
         """Return a layer's statistics and its parameters' gradient norms, if they were measured."""
-        found: dict[str, list[Numbers]] = {statistic.name: [] for statistic in PAGE_STATISTICS}
-        norms: dict[str, list[Numbers]] = defaultdict(list)
-        with self._lock:
-            self._refresh()
-            for segment, steps, of_step in self._gradients(WHOLE):
-                if (place := segment.layout.position.get(name)) is not None:
-                    for statistic in EVERY_STEP:
-                        values = of_modules(segment.layout, of_step, statistic, np.array([place]))
-                        found[statistic].append((steps, values[:, 0]))
-                    for index in segment.layout.owned[place]:
-                        parameter = segment.layout.parameters[index].name
-                        norms[parameter].append((steps, of_step[:, index]))
-            for segment in self._segments:
-                if (place := segment.layout.position.get(name)) is not None:
-                    for step, table in self._tables(segment, WHOLE):
-                        for row, statistic in enumerate(segment.statistics):
-                            one = np.array([step], np.int64), table[row, place : place + 1]
-                            found.get(statistic, []).append(one)
-        return _measured(found), _measured(norms)
+        found, norms = defaultdict[str, list[Numbers]](list), defaultdict[str, list[Numbers]](list)
+        segments = [segment for segment in self._segments if name in segment.layout.position]
+        for segment, steps, numbers in self._numbers(segments, Norms, WHOLE):
+            layout, of_step = segment.layout, np.stack(numbers)
+            place = layout.position[name]
+            for statistic in EVERY_STEP:
+                values = of_modules(layout, of_step, statistic, np.array([place]))
+                found[statistic].append((steps, values[:, 0]))
+            for index in layout.owned[place]:
+                norms[layout.parameters[index].name].append((steps, of_step[:, index]))
+        for segment, steps, tables in self._numbers(segments, FullStep, WHOLE):
+            place = segment.layout.position[name]
+            columns = np.stack([table[:, place] for table in tables], axis=1)
+            for statistic, values in zip(segment.statistics, columns, strict=True):
+                found[statistic].append((steps, values))
+        shown = {known.name: found[known.name] for known in PAGE_STATISTICS if known.name in found}
+        return _measured(shown), _measured(norms)
 
     def units(self, name: str, region: Region = WHOLE) -> UnitExtremes:
         """Return the units of a layer at recorded steps of a region; KeyError: not in the run."""
-        with self._lock:
-            self._refresh()
-            type_name = {one.name: one.type_name for one in self._layers}[name]
-            found: dict[int, NDArray[np.float32]] = {}
-            sampled = False
-            for segment in self._segments:
-                place = segment.layout.position.get(name, -1)
-                for _, frame in segment.part.read(FullStep, segment.indices(FullStep, region)):
-                    try:
-                        units = decode_units(frame.units, place) if len(frame.units) else None
-                    except ValueError as error:
-                        self.directory.problems.add(f"the units of step {frame.step}", error)
-                        continue
-                    if units is not None:
-                        found[frame.step] = units
-                        if max(map(len, found.values())) * len(found) > MAX_UNITS:
-                            found, sampled = dict(list(found.items())[::2]), True
+        type_name = {one.name: one.type_name for one in self.layers}[name]
+        found: dict[int, NDArray[np.float32]] = {}
+        sampled = False
+        for segment in self._segments:
+            place = segment.layout.position.get(name, -1)
+            for frame in segment.read(FullStep, segment.indices(FullStep, *region.steps)):
+                try:
+                    units = decode_units(frame.units, place) if len(frame.units) else None
+                except ValueError as error:
+                    self.directory.problems.add(f"the units of step {frame.step}", error)
+                    continue
+                if units is not None:
+                    found[frame.step] = units
+                    if max(map(len, found.values())) * len(found) > MAX_UNITS:
+                        found, sampled = dict(list(found.items())[::2]), True
         return UnitExtremes.of(type_name, found, sampled)
 
     def onsets_by(self, step: int, first_step: int | None = None) -> list[Onset] | None:
@@ -426,68 +364,37 @@ class RunData:
         matrix = self.matrix("grad_norm", Region(first_step=first, last_step=step))
         norms = np.where(np.isnan(matrix.values), np.inf, matrix.values).astype(np.float64)
         norms[norms == MISSING] = np.nan
-        names = [layer.name for layer in self.overview().layers]
+        names = [layer.name for layer in self.layers]
         return onsets(names, matrix.steps, norms, step, fewest=FEWEST_TO_SHOW)
 
     # --- structure -------------------------------------------------------------------------------
 
-    def _refresh(self) -> None:
-        self.directory.refresh()
-        runs = self.directory.runs()
-        self._parts = runs.get(self._run or next(reversed([*runs]), ""), ())
-        state = [(part, part.end, len(part.frames[LaidOut].steps)) for part in self._parts]
-        if state != self._state:
-            self._state = state
-            self._assemble()
-        self.source.period = self._period(runs)
+    def update(self) -> None:
+        """Take what its directory has read."""
+        runs = self.directory.runs
+        run = self._run or next(reversed(runs), "")
+        self._parts = runs.get(run, ())
+        segments = [s for part in self._parts for s in part.segments if s.first < part.end]
+        if segments != self._segments:
+            self._segments = segments
+            newest_first = {id(s.layout): s.layout for s in reversed(segments)}
+            self.layers = _merge_layers(newest_first.values())
+            place_of = {layer.name: place for place, layer in enumerate(self.layers)}
+            self._rows = {
+                key: np.array([place_of[module.name] for module in layout.modules], np.intp)
+                for key, layout in newest_first.items()
+            }
 
-    def _assemble(self) -> None:
-        found: list[tuple[Part, LaidOut, int, Layout]] = []
-        for part in self._parts:
-            laid_out = part.few(LaidOut)
-            ends = [*(frame.step for frame in laid_out[1:]), part.end]
-            for frame, end in zip(laid_out, ends, strict=False):
-                try:
-                    found.append((part, frame, min(end, part.end), self._layout_of(frame)))
-                except ValueError as error:
-                    what = f"the layout of step {frame.step}"
-                    self.directory.problems.add(what, error)
-        newest_first = {id(layout): layout for *_, layout in reversed(found)}
-        self._layers = _merge_layers(newest_first.values())
-        row_of = {layer.name: row for row, layer in enumerate(self._layers)}
-        rows = {
-            key: np.array([row_of[module.name] for module in layout.modules], np.intp)
-            for key, layout in newest_first.items()
-        }
-        self._segments = tuple(
-            [
-                Segment(
-                    part=part,
-                    layout=layout,
-                    statistics=tuple(frame.statistics),
-                    first=frame.step,
-                    end=end,
-                    rows=rows[id(layout)],
-                )
-                for part, frame, end, layout in found
-            ]
-        )
-
-    def _layout_of(self, frame: LaidOut) -> Layout:
-        """Return the layout of a frame; the same object for equal ones."""
-        for known, layout in self._layouts:
-            if (known.modules, known.parameters, known.code) == (
-                frame.modules, frame.parameters, frame.code
-            ):  # fmt: skip
-                return layout
-        self._layouts.append((frame, layout_of(frame)))
-        return self._layouts[-1][1]
-
-    def _version(self) -> str:
-        parts = [f"{segment.first},{len(segment.layout.modules)}" for segment in self._segments]
-        begins = [f"{part.begin.run} {part.begin.step}" for part in self._parts]
-        text = "\n".join([*begins, *parts, *(layer.name for layer in self._layers)])
-        return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+    def _period(self) -> Period:
+        """Return the time of the run, if others have used its directory before or after it."""
+        others = [parts for run, parts in self.directory.runs.items() if run != self.run]
+        if not self._parts or not others:
+            return Period()
+        began_s, ended_s = self._parts[0].begin.time_s, self.written_s
+        later_s = [parts[0].begin.time_s for parts in others]
+        is_first = all(max(p.last_time_s for p in parts) > began_s for parts in others)
+        end_s = min((time_s for time_s in later_s if time_s > ended_s), default=math.inf)
+        return Period(-math.inf if is_first else began_s, end_s)
 
 
 def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
@@ -532,18 +439,12 @@ def windows(runs: Sequence[RunData], statistics: Sequence[str]) -> Iterator[list
     steps = np.unique(
         np.concatenate([run.steps(kind) for run in runs for kind in (Norms, FullStep)])
     )
-    most_layers = max(len(run.overview().layers) for run in runs)
+    most_layers = max(len(run.layers) for run in runs)
     at_once = max(1, READ_BYTES // (4 * max(1, most_layers) * len(statistics) * len(runs)))
     for start in range(0, max(len(steps), 1), at_once):
         some = steps[start : start + at_once]
         region = Region(first_step=int(some[0]), last_step=int(some[-1])) if len(some) else WHOLE
         yield [[run.matrix(name, region) for name in statistics] for run in runs]
-
-
-def _stacked(
-    rows: Sequence[tuple[int, NDArray[np.float32]]],
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    return np.array([step for step, _ in rows], np.int64), np.stack([row for _, row in rows])
 
 
 def _measured(curves: Mapping[str, Sequence[Numbers]]) -> dict[str, Numbers]:

@@ -23,21 +23,20 @@ _MAX_TEXT = 200
 
 def row_of(run: RunData, name: str, now_s: float) -> dict[str, Any]:
     """Return the row of a run; times are in seconds since the epoch."""
-    found, end, written_s = run.overview(), run.end(), run.written_s()
-    started_s = found.started_s or 0.0
+    written_s, started_s, last_step = run.written_s, run.started_s or 0.0, run.last_step or 0
     curves = run.logged()
     loss = run.loss_tag() or loss_among(curves)
     losses = [value for _, value in curves.get(loss or "", ())]
     hparams = sorted(run.hyperparameters().items())[:_MAX_HPARAMS]
-    step_s = max(0.0, written_s - started_s) / max(1, found.last_step - found.first_step)
+    step_s = max(0.0, written_s - started_s) / max(1, last_step - run.first_step)
     return {
         "name": name,
-        "status": _status(end, now_s - written_s, step_s),
-        "lastStep": found.last_step,
+        "status": _status(run.end(), now_s - written_s, step_s),
+        "lastStep": last_step,
         "started": started_s,
         "written": written_s,
         "loss": loss_summary(loss, losses) if loss and losses else None,
-        **_worst_alert(found.alerts),
+        **_worst_alert(run.alerts),
         "hparams": {key[:_MAX_TEXT]: _shortened(value) for key, value in hparams},
         "metrics": {tag: curves[tag][-1][1] for tag in metrics_among(curves, loss)},
     }

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tensorboard.compat import tf
 
 from telemetry.events import framing
+from telemetry.events.message_pack import encode
 from telemetry.events.reading import CorruptFileError, FrameReader
 from telemetry.events.run_log import (
     KINDS,
@@ -26,12 +27,15 @@ from telemetry.events.run_log import (
     Frame,
     FullStep,
     Head,
+    LaidOut,
     Logged,
     NewerFormatError,
     Norms,
     decode,
+    layout_of,
 )
 from telemetry.reading.sources import Problems
+from telemetry.records import Layout
 from telemetry.untrusted import open_file
 
 NEVER = 2**62
@@ -46,100 +50,92 @@ AnyFrame = TypeVar("AnyFrame", bound=Frame)
 
 
 @dataclass(eq=False)
-class Frames:
+class Places:
     """Places of the frames of one kind in a file."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     offsets: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[int] = field(default_factory=lambda: array("q"))
 
-    def between(self, first: int, end: int) -> list[int]:
-        """Return the indices of the frames from a step to another one, which is not included."""
-        steps = np.array(self.steps, np.int64)
-        return np.flatnonzero((steps >= first) & (steps < end)).tolist()
-
 
 @dataclass(eq=False)
 class Part:
     """Frames of one logger, from its begin, or a checkpoint that it restored, to the next one."""
 
-    file: LogFile
     begin: Begin
-    frames: dict[type[Frame], Frames] = field(
-        default_factory=lambda: {kind: Frames() for kind in KINDS.values()}
-    )
     end: int = NEVER  # first step that a later part hides
     last_time_s: float = 0.0
-    _decoded: dict[type[Frame], list[Any]] = field(default_factory=dict)
-    _curves: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
-    _curves_end: int = 0  # frames that they include
+    segments: list[Segment] = field(default_factory=list)
+    # Rare frames, by kind; steps and values of the scalars that the user has logged, by tag.
+    kept: dict[type[Frame], list[Any]] = field(default_factory=lambda: defaultdict(list))
+    scalars: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
 
     def few(self, kind: type[AnyFrame]) -> list[AnyFrame]:
-        """Return the frames of a kind that is rare, without hidden ones; they are kept."""
-        known, sizes = self._decoded.setdefault(kind, []), self.frames[kind].sizes
-        room, end = self.file.room[kind], len(known)
-        while end < len(sizes) and room[0] and room[1] >= sizes[end]:
-            room -= 1, sizes[end]
-            end += 1
-        for _, frame in self.read(kind, range(len(known), end), keep_damaged=True):
-            known.append(frame)
-        if end < len(sizes):
-            what = f"the rest of the frames {kind.__name__} of {self.file.path}"
-            self.file.problems.add(what, f"more than {MAX_FEW} or {MAX_FEW_BYTES >> 20} MiB")
-        return [frame for frame in known if frame is not None and frame.step < self.end]
+        """Return the frames of a kind that is rare, without hidden ones."""
+        return [frame for frame in self.kept[kind] if frame.step < self.end]
 
     def curves(self) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """Return steps and values of the scalars that the user has logged, by tag."""
-        indices = range(self._curves_end, len(self.frames[Logged].steps))
-        self._curves_end = indices.stop
-        for _, frame in self.read(Logged, indices):
-            for tag, value in frame.scalars.items():
-                if tag not in self._curves and len(self._curves) == MAX_TAGS:
-                    what = f"the rest of the scalars of {self.file.path}"
-                    self.file.problems.add(what, f"more than {MAX_TAGS} tags")
-                    continue
-                steps, values = self._curves.setdefault(tag, (array("q"), array("d")))
-                steps.append(frame.step)
-                values.append(value)
-        found = {tag: (np.array(s), np.array(v)) for tag, (s, v) in self._curves.items()}
+        found = {tag: (np.array(s), np.array(v)) for tag, (s, v) in self.scalars.items()}
         return {tag: (s[s < self.end], v[s < self.end]) for tag, (s, v) in found.items()}
 
-    def read(
-        self, kind: type[AnyFrame], indices: Sequence[int], *, keep_damaged: bool = False
-    ) -> Iterator[tuple[int, AnyFrame]]:
-        """Yield index and content of frames; damaged ones are omitted, or None."""
-        if not len(indices):
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segment:
+    """Norms and full steps of one layout in a part of a run; they are read when needed."""
+
+    file: LogFile
+    part: Part
+    layout: Layout
+    statistics: list[str]  # rows of the tables
+    first: int
+    places: Mapping[type[Frame], Places] = field(
+        default_factory=lambda: {Norms: Places(), FullStep: Places()}
+    )
+
+    def indices(self, kind: type[Frame], first: int = 0, end: int = NEVER) -> list[int]:
+        """Return the indices of its frames from a step to another one, which is not included."""
+        steps = np.array(self.places[kind].steps, np.int64)
+        first, end = max(self.first, first), min(self.part.end, end)
+        return np.flatnonzero((steps >= first) & (steps < end)).tolist()
+
+    def read(self, kind: type[AnyFrame], indices: Sequence[int]) -> Iterator[AnyFrame]:
+        """Yield norms or full steps, without damaged ones."""
+        if not indices:
             return
-        frames = self.frames[kind]
+        places = self.places[kind]
         with self.file.opened() as file:
             for index in indices:
-                file.seek(frames.offsets[index])
+                file.seek(places.offsets[index])
                 try:
-                    yield index, decode(kind, file.read(frames.sizes[index]))
+                    yield decode(kind, file.read(places.sizes[index]))
                 except ValueError as error:
-                    what = f"a frame at byte {frames.offsets[index]} of {self.file.path}"
-                    self.file.problems.add(what, error)
-                    if keep_damaged:
-                        yield index, None  # type: ignore[misc]
+                    self.file.skipped(f"a frame at byte {places.offsets[index]}", error)
 
 
 class LogFile:
-    """One file; each :meth:`refresh` reads what has been added."""
+    """One file; each :meth:`refresh` reads what has been added.
 
-    def __init__(self, path: str, problems: Problems) -> None:
+    Files of a directory share ``layouts``, by their encoded content.
+    """
+
+    def __init__(self, path: str, problems: Problems, layouts: dict[bytes, Layout]) -> None:
         self.path = path
         self.parts: list[Part] = []
-        self.problems = problems
-        # Number and bytes of further frames of a kind that may be kept.
-        self.room = defaultdict[type[Frame], NDArray[np.int64]](
-            lambda: np.array([MAX_FEW, MAX_FEW_BYTES])
-        )
-        self.offset = 0  # end of what was read
+        self._problems = problems
+        self._layouts = layouts
+        self._kept = Counter[type[Frame]]()  # number of frames, by kind
+        self._kept_bytes = Counter[type[Frame]]()
+        self._offset = 0  # end of what was read
         self._seen: tuple[int, ...] = ()  # size and time of the latest change that was read
         self._ends = False  # the rest is not read
 
     def opened(self) -> BinaryIO:
         return open_file(self.path)
+
+    def skipped(self, what: str, why: object) -> None:
+        """Add a problem of this file."""
+        self._problems.add(f"{what} of {self.path}", why)
 
     def refresh(self) -> None:
         """Read what is new; raise OSError or NewerFormatError."""
@@ -148,23 +144,23 @@ class LogFile:
         seen = status.st_size, status.st_mtime_ns
         if self._ends or seen == self._seen:
             return
-        reader = FrameReader(path, self.offset)
+        reader = FrameReader(path, self._offset)
         try:
             for data in reader:
-                self.offset = reader.offset
+                self._offset = reader.offset
                 self._add(data, reader.offset - framing.FOOTER_BYTES - len(data))
                 if len(self.parts) > MAX_PARTS:
                     self._ends = True
-                    self.problems.add(f"the rest of {self.path}", f"more than {MAX_PARTS} begins")
+                    self.skipped("the rest", f"more than {MAX_PARTS} begins")
                     return
         except CorruptFileError as error:
-            self.problems.add(f"the rest of {self.path}", f"damaged at byte {error.offset}")
+            self.skipped("the rest", f"damaged at byte {error.offset}")
         except NewerFormatError:
             self._ends = True
             raise
         for offset, size in reader.oversized:
-            self.problems.add(f"the frame at byte {offset} of {self.path}", f"it has {size} bytes")
-        self.offset, self._seen = reader.offset, seen
+            self.skipped(f"the frame at byte {offset}", f"it has {size} bytes")
+        self._offset, self._seen = reader.offset, seen
 
     def _local(self) -> str:
         return self.path
@@ -174,20 +170,63 @@ class LogFile:
             head = decode(Head, data)
             kind = KINDS.get(head.kind)
             if kind is Begin:
-                self.parts.append(Part(self, decode(Begin, data)))
+                self.parts.append(Part(decode(Begin, data)))
             if kind is None or not self.parts:
                 raise ValueError("it is of an unknown kind" if kind is None else "nothing began")
+            part = self.parts[-1]
+            part.last_time_s = head.time_s
+            if kind in (Norms, FullStep):
+                for segment in part.segments[-1:]:
+                    places = segment.places[kind]
+                    places.steps.append(head.step)
+                    places.offsets.append(offset)
+                    places.sizes.append(len(data))
+            elif kind is Logged:
+                self._add_scalars(part, decode(Logged, data))
+            elif kind is not Begin and self._has_room(kind, len(data)):
+                frame = decode(kind, data)
+                if kind is LaidOut:
+                    self._add_segment(part, frame)
+                else:
+                    part.kept[kind].append(frame)
         except NewerFormatError:
             raise
         except ValueError as error:
-            self.problems.add(f"the frame at byte {offset} of {self.path}", error)
-            return
-        part = self.parts[-1]
-        frames = part.frames[kind]
-        frames.steps.append(head.step)
-        frames.offsets.append(offset)
-        frames.sizes.append(len(data))
-        part.last_time_s = head.time_s
+            self.skipped(f"the frame at byte {offset}", error)
+
+    def _add_segment(self, part: Part, frame: LaidOut) -> None:
+        key = encode((frame.modules, frame.parameters, frame.code))
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(frame)
+        part.segments.append(
+            Segment(
+                file=self,
+                part=part,
+                layout=self._layouts[key],
+                statistics=frame.statistics,
+                first=frame.step,
+            )
+        )
+
+    def _has_room(self, kind: type[Frame], size: int) -> bool:
+        self._kept[kind] += 1
+        self._kept_bytes[kind] += size
+        if self._kept[kind] <= MAX_FEW and self._kept_bytes[kind] <= MAX_FEW_BYTES:
+            return True
+        self.skipped(
+            f"the rest of the frames {kind.__name__}",
+            f"more than {MAX_FEW} or {MAX_FEW_BYTES >> 20} MiB",
+        )
+        return False
+
+    def _add_scalars(self, part: Part, frame: Logged) -> None:
+        for tag, value in frame.scalars.items():
+            if tag not in part.scalars and len(part.scalars) == MAX_TAGS:
+                self.skipped("the rest of the scalars", f"more than {MAX_TAGS} tags")
+                continue
+            steps, values = part.scalars.setdefault(tag, (array("q"), array("d")))
+            steps.append(frame.step)
+            values.append(value)
 
 
 class RemoteLogFile(LogFile):
@@ -196,8 +235,8 @@ class RemoteLogFile(LogFile):
     TensorBoard's file systems read forward only; what is new is appended to the copy.
     """
 
-    def __init__(self, path: str, problems: Problems) -> None:
-        super().__init__(path, problems)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._copy = tempfile.NamedTemporaryFile(suffix=SUFFIX)  # noqa: SIM115 - as long as this
         self._source: Any = None
 
@@ -216,9 +255,19 @@ class RemoteLogFile(LogFile):
 
 
 class RunDirectory:
-    """Run logs in a directory, local or remote; ``names`` are those of some files in it.
+    """Run logs in a directory, local or remote, as of the latest :meth:`refresh`.
 
-    Readers of its runs hold ``lock``: they share files, of which each call reads what is new.
+    Threads that share its runs hold ``lock`` while they read them.
+
+    Args:
+        path: The directory; one that cannot be read has no runs.
+        problems: Receives a line for each skipped part.
+        names: Names of the files to read; by default, of all run logs.
+
+    Attributes:
+        runs: Parts of each run by its id, the oldest run first. A run without steps and alerts
+            counts only if there is no other.
+        newer: Error of a file that this version cannot read.
     """
 
     def __init__(
@@ -229,51 +278,38 @@ class RunDirectory:
     ) -> None:
         self.path = os.fspath(path)
         self.lock = threading.RLock()
-        self._names = names
         self.problems = problems or Problems()
-        self.newer: NewerFormatError | None = None  # of a file that this version cannot read
+        self.newer: NewerFormatError | None = None
+        self.runs: dict[str, list[Part]] = {}
+        self._names = names
         self._files: dict[str, LogFile] = {}
-        self._runs: dict[str, list[Part]] = {}
+        self._layouts: dict[bytes, Layout] = {}
+        self.refresh()
 
     def refresh(self) -> None:
         """Read what is new."""
         with self.lock:
-            before = self._offsets()
-            self._refresh_files()
-            if self._offsets() != before:
-                self._assemble()
-
-    def _refresh_files(self) -> None:
-        try:
-            names = log_names(self.path) if self._names is None else self._names
-        except OSError:
-            names = []
-        if self._files.keys() - set(names):  # another run in the same directory
-            self._files.clear()
-            self._runs = {}
-        for name in names:
-            if name not in self._files:
-                make = RemoteLogFile if "://" in self.path else LogFile
-                self._files[name] = make(os.path.join(self.path, name), self.problems)
             try:
-                self._files[name].refresh()
-            except OSError as error:
-                self.problems.add(os.path.join(self.path, name), error.strerror or error)
-            except NewerFormatError as error:
-                self.newer = error
-                self.problems.add(os.path.join(self.path, name), error)
+                names = log_names(self.path) if self._names is None else self._names
+            except OSError:
+                names = []
+            if self._files.keys() - set(names):  # another run in the same directory
+                self._files.clear()
+            for name in names:
+                path = os.path.join(self.path, name)
+                if name not in self._files:
+                    make = RemoteLogFile if "://" in self.path else LogFile
+                    self._files[name] = make(path, self.problems, self._layouts)
+                try:
+                    self._files[name].refresh()
+                except OSError as error:
+                    self.problems.add(path, error.strerror or error)
+                except NewerFormatError as error:
+                    self.newer = error
+                    self.problems.add(path, error)
+            self.runs = self._assembled()
 
-    def _offsets(self) -> list[tuple[LogFile, int]]:
-        return [(file, file.offset) for file in self._files.values() if file.offset]
-
-    def runs(self) -> Mapping[str, Sequence[Part]]:
-        """Return the parts of each run by its id, the oldest run first.
-
-        A run without steps and alerts counts only if there is no other.
-        """
-        return self._runs
-
-    def _assemble(self) -> None:
+    def _assembled(self) -> dict[str, list[Part]]:
         found: dict[str, list[Part]] = {}
         for name in sorted(self._files):
             for part in self._files[name].parts:
@@ -285,12 +321,15 @@ class RunDirectory:
                 if not part.begin.continues:
                     end = min(end, part.begin.step)
         filled = {run: parts for run, parts in found.items() if _has_data(parts)} or found
-        self._runs = dict(sorted(filled.items(), key=lambda item: item[1][0].begin.time_s))
+        return dict(sorted(filled.items(), key=lambda item: item[1][0].begin.time_s))
 
 
 def _has_data(parts: Sequence[Part]) -> bool:
     return any(
-        part.frames[kind].steps for part in parts for kind in (Norms, FullStep, Alerted, End)
+        part.kept[Alerted]
+        or part.kept[End]
+        or any(places.steps for segment in part.segments for places in segment.places.values())
+        for part in parts
     )
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.data_compat import migrate_value
+from tensorboard.util.tensor_util import make_ndarray
 
 from telemetry.events.reading import CorruptFileError, EventReader, list_event_files
 from telemetry.plain_text import printable
@@ -93,12 +93,10 @@ class RunSource(Protocol):
 # Largest size of each plugin's values in memory.
 MAX_KEPT_BYTES = dict.fromkeys(("scalars", "histograms", "images"), 512 << 20)
 
-_MAX_DIMENSIONS = 4  # telemetry writes at most 2
+_MAX_ELEMENTS = 1 << 24  # of one tensor
 _OVERHEAD_BYTES = 400  # of the Python objects around a value
-_DTYPES: Mapping[int, np.dtype[Any]] = {
-    types_pb2.DT_FLOAT: np.dtype(np.float32),
-    types_pb2.DT_DOUBLE: np.dtype(np.float64),
-}
+# Errors of make_ndarray if type, shape and content do not fit together.
+UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
 
 
 class FileSource:
@@ -195,27 +193,21 @@ def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | 
         strings = value.tensor.string_val
         return plugin_name, bytes(strings[2]) if len(strings) > 2 else None
     content = _decode(value.tensor)
+    if content.dtype.kind != "f":
+        raise ValueError(f"its type is {content.dtype}, not a float")
     if plugin_name != "scalars":
         return plugin_name, content
-    if not isinstance(content, np.ndarray) or content.size != 1:
+    if content.size != 1:
         raise ValueError("not a single number")
     return plugin_name, float(content.reshape(()))
 
 
-def _decode(tensor: TensorProto) -> NDArray[Any] | bytes:
-    """Return the array in a tensor, or its first string; raise ValueError if it is damaged."""
-    if tensor.dtype == types_pb2.DT_STRING:
-        if not tensor.string_val:
-            raise ValueError("it has no text")
-        return bytes(tensor.string_val[0])
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise ValueError(f"its numbers have type {tensor.dtype}, not float32 or float64")
-    shape = [dim.size for dim in tensor.tensor_shape.dim]
-    if len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"it has {len(shape)} dimensions")
-    content = tensor.tensor_content or np.array(tensor.float_val or tensor.double_val, dtype)
-    size = len(content) if isinstance(content, bytes) else content.nbytes
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
-        raise ValueError(f"{size} bytes do not make {dtype} of shape {shape}")
-    return np.frombuffer(content, dtype).reshape(shape)
+def _decode(tensor: TensorProto) -> NDArray[Any]:
+    """Return the array in a tensor; raise ValueError if it is damaged."""
+    size = math.prod(dim.size for dim in tensor.tensor_shape.dim)
+    if not 0 <= size <= _MAX_ELEMENTS:
+        raise ValueError(f"it has {size} elements")
+    try:
+        return np.asarray(make_ndarray(tensor))
+    except UNDECODABLE as error:
+        raise ValueError(str(error)) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from math import fsum, nan
+from math import nan
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")
 EXTREMES = ("min", "max")
 POWER_SUMS = ("sum", "sum_squares", "sum_cubes", "sum_fourth_powers")
-FIGURES = (*COUNTS, *EXTREMES, *POWER_SUMS)
+MOMENTS = (*COUNTS, *EXTREMES, *POWER_SUMS)
 
 # Beyond this many standard deviations from zero, rounding of the fourth powers' sum (1e-16 of it)
 # reaches 1e-4 of the central moment.
@@ -107,26 +107,13 @@ def zero_fraction_of(x: Any) -> Any:
 
 
 @np.errstate(all="ignore")
-def merge_figures(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[Any]:
-    """Merge the fields :data:`FIGURES` over groups of adjacent rows; other fields are zero.
+def merge_moments(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[Any]:
+    """Merge the fields :data:`MOMENTS` over groups of adjacent rows; other fields are zero.
 
     ``starts`` are the first rows of the groups, ascending; no group is empty.
     """
     merged = np.zeros(len(starts), columns.dtype)
     reductions = {"min": np.fmin, "max": np.fmax}
-    for name in FIGURES:
+    for name in MOMENTS:
         merged[name] = reductions.get(name, np.add).reduceat(columns[name], starts)
-    sizes = np.diff(starts, append=len(columns))
-    for group in np.flatnonzero(sizes > 2).tolist():  # of two, every sum is correctly rounded
-        some = slice(starts[group], starts[group] + sizes[group])
-        for name in POWER_SUMS:
-            merged[name][group] = _sum(columns[name][some].tolist())
     return merged
-
-
-def _sum(parts: list[float]) -> float:
-    """Return the correctly rounded sum, so that the order of merging does not matter."""
-    try:
-        return fsum(parts)
-    except (OverflowError, ValueError):  # beyond float64, or infinities of both signs
-        return sum(parts)

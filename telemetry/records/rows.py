@@ -111,7 +111,7 @@ class Rows:
         none = np.empty((0, 2), np.float32)
         units = [none if one is None else one for one in units or [None] * len(histograms)]
         columns = np.empty(len(histograms), COLUMNS)
-        for name in moments.FIGURES:
+        for name in moments.MOMENTS:
             columns[name] = [getattr(one, name) for one in histograms]
         columns["calls"], columns["estimated"] = calls or 1, 0
         columns["bucket_count"] = [len(one.buckets) for one in histograms]
@@ -136,7 +136,7 @@ class Rows:
 
     def moments(self, row: int) -> dict[str, Any]:
         """Return the figures of one row, arguments of ``Sketch``."""
-        return dict(zip(moments.FIGURES, self.columns[row].item(), strict=False))
+        return dict(zip(moments.MOMENTS, self.columns[row].item(), strict=False))
 
     def span(self, row: int) -> slice:
         """Return the slice of one row in :attr:`buckets` and :attr:`counts`."""
@@ -220,7 +220,7 @@ class Rows:
             self.counts[pairs],
             size,
         )
-        columns = moments.merge_figures(self.columns[order], starts)
+        columns = moments.merge_moments(self.columns[order], starts)
         for name in ("calls", "estimated"):
             columns[name] = np.add.reduceat(self.columns[name][order], starts)
         columns["bucket_count"] = np.bincount(of_group, minlength=size)

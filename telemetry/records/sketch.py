@@ -21,7 +21,7 @@ SAMPLE_ELEMENTS = 32_768  # approximately, of a tensor whose sketch is that of a
 Number = TypeVar("Number")
 
 
-class _Figure(Generic[Number]):
+class _Moment(Generic[Number]):
     """Attribute that a formula of :mod:`telemetry.records.moments` computes."""
 
     def __init__(self, formula: Callable[[Any], Any], kind: Callable[[Any], Number]) -> None:
@@ -70,14 +70,14 @@ class Sketch:
     buckets: NDArray[np.int16]
     counts: NDArray[np.float64]
 
-    nonfinite_count = _Figure(moments.nonfinite_of, int)
-    finite_count = _Figure(moments.finite_of, int)
-    mean = _Figure(moments.mean_of, float)
-    rms = _Figure(moments.rms_of, float)
-    std = _Figure(moments.std_of, float)
-    kurtosis = _Figure(moments.kurtosis_of, float)
-    norm = _Figure(moments.norm_of, float)
-    zero_fraction = _Figure(moments.zero_fraction_of, float)
+    nonfinite_count = _Moment(moments.nonfinite_of, int)
+    finite_count = _Moment(moments.finite_of, int)
+    mean = _Moment(moments.mean_of, float)
+    rms = _Moment(moments.rms_of, float)
+    std = _Moment(moments.std_of, float)
+    kurtosis = _Moment(moments.kurtosis_of, float)
+    norm = _Moment(moments.norm_of, float)
+    zero_fraction = _Moment(moments.zero_fraction_of, float)
 
     @staticmethod
     def of_row(rows: Rows, row: int) -> Sketch:

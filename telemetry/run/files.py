@@ -191,11 +191,11 @@ class DirectoryLock:
         _LOCKS.add(self)
         if self._has_conflict() and not is_shared:
             log.warning(
-                "telemetry: another HookLogger, in this process or another one, also writes to %s, "
-                "and their steps will mix. Give each run its own directory. Ranks that train one "
-                "model write one run together if torch.distributed is initialized before the "
-                "logger is made; loggers of several models in one process may share a "
-                "SummaryWriter",
+                "telemetry: another HookLogger, in this process or another one, also writes to %s: "
+                "TensorBoard draws the curves of both as one; the Telemetry page and the commands "
+                "list two runs. Give each run its own directory. Ranks that train one model write "
+                "one run together if torch.distributed is initialized before the logger is made; "
+                "loggers of several models in one process may share a SummaryWriter",
                 self._directory,
             )
 

@@ -39,7 +39,7 @@ def earlier_run(log_dir: str, first_step: int, *, resume: bool) -> EarlierRun:
     if not (resume or first_step):
         return EarlierRun()
     known = RunData(RunDirectory(log_dir))
-    if not resume or (last := known.last_step()) is None:
+    if not resume or (last := known.last_step) is None:
         return EarlierRun(known.run, first_step)
     return EarlierRun(known.run, last + 1, known.loss_delay())
 
@@ -50,24 +50,24 @@ class LaterSteps:
     def __init__(self, log_dir: str, failures: Failures, *, expected: bool) -> None:
         self._log_dir = log_dir
         self._failures = failures
-        self._earlier: RunDirectory | None = None
+        self._earlier: list[str] = []  # its run logs
         if "://" not in log_dir and not expected:
             with failures.contained("to find earlier steps"):
                 # Before this run begins: without its own file.
-                if os.path.isdir(log_dir) and (names := log_names(log_dir)):
-                    self._earlier = RunDirectory(log_dir, names=names)
+                if os.path.isdir(log_dir):
+                    self._earlier = log_names(log_dir)
 
     def expect_them(self) -> None:
         """Disable the warning: the run was resumed."""
-        self._earlier = None
+        self._earlier = []
 
     def on_step(self, record: StepRecord) -> None:
         """Compare the first step of the run with the recorded ones."""
-        earlier, self._earlier = self._earlier, None
-        if earlier is None:
+        earlier, self._earlier = self._earlier, []
+        if not earlier:
             return
         with self._failures.contained("to find earlier steps"):
-            last = RunData(earlier).last_step()
+            last = RunData(RunDirectory(self._log_dir, names=earlier)).last_step
             if last is not None and last > record.step:
                 self._failures.log_once(
                     f"{self._log_dir} already holds a run up to step {last}, and this is another "

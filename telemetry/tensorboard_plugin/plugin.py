@@ -6,11 +6,11 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
 
-from tensorboard import plugin_util
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
@@ -56,21 +56,20 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
         routes: dict[str, Callable[[wrappers.Request], Any]] = {
             "/static/*": self._serve_static,
-            "/runs": self._serve_runs,
-            "/run_table": lambda r: self._rows(self._runs.all(_experiment(r))),
-            "/run": self._serve_run,
-            "/onsets": lambda r: payloads.onsets(self._run(r), number(r, "step")),
-            "/matrix": self._serve_matrix,
-            "/scalars": lambda r: payloads.scalars(self._run(r)),
-            "/units": self._serve_units,
-            "/layer": self._of_layer(
-                lambda run, layer: payloads.layer_series(*run.layer_series(layer.name))
+            "/runs": lambda _: _rows(self._runs.all()),
+            "/run": self._of_run(_overview),
+            "/onsets": self._of_run(lambda run, r: payloads.onsets(run, number(r, "step"))),
+            "/matrix": self._of_run(_matrix),
+            "/scalars": self._of_run(lambda run, _: payloads.scalars(run)),
+            "/units": self._of_run(_units),
+            "/layer": self._of_run(
+                lambda run, r: payloads.layer_series(*run.layer_series(_layer(run, r).name))
             ),
-            "/histograms": self._of_layer(
-                lambda run, layer: payloads.histograms(run.source, layer)
+            "/histograms": self._of_run(
+                lambda run, r: payloads.histograms(run.source, _layer(run, r))
             ),
-            "/images": self._of_layer(lambda run, layer: payloads.images(run.source, layer)),
-            "/image": self._serve_image,
+            "/images": self._of_run(lambda run, r: payloads.images(run.source, _layer(run, r))),
+            "/image": self._of_run(_image),
             "/report": self._serve_report,
         }
         return {path: answer(respond) for path, respond in routes.items()}
@@ -81,82 +80,90 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             raise NotFound(f"file not found: {name}")
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
 
-    def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        names = ("name", "lastStep", "started", "alertCount")
-        rows = self._rows(self._runs.all(_experiment(request)))
-        return [{name: row[name] for name in names} for row in rows]
-
-    def _rows(self, runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
-        now_s = time.time()
-        return [row_of(run, name, now_s) for name, run in runs.items()]
-
-    def _serve_run(self, request: wrappers.Request) -> dict[str, Any]:
-        try:
-            return payloads.overview(self._run(request))
-        except NewerFormatError as error:
-            return {"newerFormat": str(error)}
-
-    def _serve_matrix(self, request: wrappers.Request) -> bytes:
-        ends = {name: number(request, name, end) for name, end in asdict(WHOLE).items()}
-        statistic = text(request, "statistic")
-        names = [known.name for known in PAGE_STATISTICS]
-        if statistic not in names:
-            raise BadRequest(f"statistic must be one of {', '.join(names)}")
-        return payloads.matrix(self._run(request).matrix(statistic, Region(**ends), LIMIT))
-
-    def _serve_units(self, request: wrappers.Request) -> bytes:
-        """``run``, ``layer`` and, if not all steps, ``first_step`` and ``last_step``."""
-        names = ("first_step", "last_step")
-        ends = {name: number(request, name, getattr(WHOLE, name)) for name in names}
-        run, layer = self._layer(request)
-        return payloads.units(run.units(layer.name, Region(**ends)).thin(LIMIT.max_cells // 4))
-
-    def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
-        tag, step = text(request, "tag"), number(request, "step")
-        png = payloads.picture(self._run(request).source, tag, step)
-        if png is None:
-            raise NotFound(f"no picture of {tag} at step {step}")
-        return send(request, png, "image/png", expires=3600)
-
     def _serve_report(self, request: wrappers.Request) -> wrappers.Response:
         """``run`` may be given several times; no other site can start the work that it is."""
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             raise Forbidden("a report is made for TensorBoard's own pages only")
-        experiment = _experiment(request)
         names = list(dict.fromkeys([text(request, "run"), *request.args.getlist("run")]))
         if len(names) > MAX_RUNS:
             raise BadRequest(f"a report is of at most {MAX_RUNS} runs")
-        runs = {name: self._read(experiment, name) for name in names}
-        page = report_html(runs, self._rows(runs)).encode(errors="backslashreplace")
+        runs = {name: self._run(name) for name in names}
+        with ExitStack() as locks:
+            # In one order, so that two reports never wait for each other.
+            for directory in sorted({run.directory for run in runs.values()}, key=id):
+                locks.enter_context(directory.lock)
+            page = report_html(runs, _rows(runs)).encode(errors="backslashreplace")
         more = f"_and_{len(names) - 1}_more" if len(names) > 1 else ""
         file = re.sub(r"[^\w.-]+", "_", names[0], flags=re.ASCII) + more
         attached = [("Content-Disposition", f'attachment; filename="{file}.html"')]
         return send(request, page, "application/octet-stream", headers=attached)
 
-    def _run(self, request: wrappers.Request) -> RunData:
-        return self._read(_experiment(request), text(request, "run"))
+    def _of_run(
+        self, respond: Callable[[RunData, wrappers.Request], Any]
+    ) -> Callable[[wrappers.Request], Any]:
+        """Return a function that answers requests for data of the run in their query."""
 
-    def _read(self, experiment: str, name: str) -> RunData:
-        run = self._runs.one(experiment, name)
+        def respond_to(request: wrappers.Request) -> Any:
+            run = self._run(text(request, "run"))
+            with run.directory.lock:
+                return respond(run, request)
+
+        return respond_to
+
+    def _run(self, name: str) -> RunData:
+        run = self._runs.one(name)
         if run is None:  # or it was deleted since
             raise NotFound(f"run not found, or without a run log: {name}")
         return run
 
-    def _of_layer(
-        self, respond: Callable[[RunData, Layer], Any]
-    ) -> Callable[[wrappers.Request], Any]:
-        return lambda request: respond(*self._layer(request))
 
-    def _layer(self, request: wrappers.Request) -> tuple[RunData, Layer]:
-        run, name = self._run(request), text(request, "layer")
-        for layer in run.overview().layers:
-            if layer.name == name:
-                return run, layer
-        raise NotFound(f"the run does not have the layer {name}")
+def _rows(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
+    now_s, rows = time.time(), []
+    for name, run in runs.items():
+        with run.directory.lock:
+            rows.append(row_of(run, name, now_s))
+    return rows
 
 
-def _experiment(request: wrappers.Request) -> str:
-    return str(plugin_util.experiment_id(request.environ))
+def _layer(run: RunData, request: wrappers.Request) -> Layer:
+    name = text(request, "layer")
+    for layer in run.layers:
+        if layer.name == name:
+            return layer
+    raise NotFound(f"the run does not have the layer {name}")
+
+
+def _overview(run: RunData, request: wrappers.Request) -> dict[str, Any]:
+    try:
+        return payloads.overview(run)
+    except NewerFormatError as error:
+        return {"newerFormat": str(error)}
+
+
+def _matrix(run: RunData, request: wrappers.Request) -> bytes:
+    statistic = text(request, "statistic")
+    try:
+        return payloads.matrix(run.matrix(statistic, _region(request), LIMIT))
+    except KeyError:
+        names = ", ".join(known.name for known in PAGE_STATISTICS)
+        raise BadRequest(f"statistic must be one of {names}") from None
+
+
+def _units(run: RunData, request: wrappers.Request) -> bytes:
+    found = run.units(_layer(run, request).name, _region(request))
+    return payloads.units(found.thin(LIMIT.max_cells // 4))
+
+
+def _region(request: wrappers.Request) -> Region:
+    return Region(**{name: number(request, name, end) for name, end in asdict(WHOLE).items()})
+
+
+def _image(run: RunData, request: wrappers.Request) -> wrappers.Response:
+    tag, step = text(request, "tag"), number(request, "step")
+    png = payloads.picture(run.source, tag, step)
+    if png is None:
+        raise NotFound(f"no picture of {tag} at step {step}")
+    return send(request, png, "image/png", expires=3600)
 
 
 def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,11 @@ from telemetry.plain_text import natural_key
 from telemetry.reading.run import find_log_dirs
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_log import RunDirectory, log_names
-from telemetry.reading.sources import Period, Problems
+from telemetry.reading.sources import UNDECODABLE, Period, Problems
 
 _ALL = 10**9  # all values of a tag; 0 would mean none
 _CONTEXT = context.RequestContext()
-# What tensor_util.make_ndarray raises if type, shape and content do not fit together.
-_UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
+_EXPERIMENT = ""  # that of a local log directory
 
 log = logging.getLogger(__name__)
 
@@ -78,28 +77,27 @@ class Runs:
         self._lock = threading.Lock()
         self._folders: dict[str, str] = {}  # directories by name
         self._directories: dict[str, RunDirectory] = {}  # by path
-        self._runs: dict[tuple[str, str, str], RunData] = {}
+        self._runs: dict[tuple[str, str], RunData] = {}  # by path of the directory, and id
 
     def exist(self) -> bool:
         """Whether there is a run."""
         tops = (top for _, top in _log_dirs(self._flags))
         return bool(self._folders) or any(True for top in tops for _ in _folders(top))
 
-    def all(self, experiment: str) -> dict[str, RunData]:
+    def all(self) -> dict[str, RunData]:
         """Return all runs by name, the newest first; those of one start by name."""
         found: dict[str, RunData] = {}
         with self._lock:
             self._folders = find_directories(self._flags)
             for name in self._folders:
-                found |= self._of(experiment, name)
+                found |= self._of(name)
             kept = set(self._folders.values())
             self._directories = {p: d for p, d in self._directories.items() if p in kept}
-            self._runs = {key: run for key, run in self._runs.items() if key[1] in kept}
-        started_s = {name: run.overview().started_s or 0.0 for name, run in found.items()}
-        order = sorted(found, key=lambda name: (-started_s[name], natural_key(name)))
+            self._runs = {key: run for key, run in self._runs.items() if key[0] in kept}
+        order = sorted(found, key=lambda n: (-(found[n].started_s or 0.0), natural_key(n)))
         return {name: found[name] for name in order}
 
-    def one(self, experiment: str, name: str) -> RunData | None:
+    def one(self, name: str) -> RunData | None:
         """Return a run; None if it does not exist, or does not exist any more."""
         bases = [name, name.rpartition("@")[0]]
         with self._lock:
@@ -108,55 +106,47 @@ class Runs:
             found: dict[str, RunData] = {}
             for base in bases:
                 if base in self._folders:
-                    found |= self._of(experiment, base)
+                    found |= self._of(base)
         return found.get(name)
 
-    def _of(self, experiment: str, name: str) -> dict[str, RunData]:
-        """Return the runs in a directory; none if it was deleted."""
+    def _of(self, name: str) -> dict[str, RunData]:
+        """Return the runs in a directory, as of now; none if it was deleted."""
         folder = self._folders[name]
-        if folder not in self._directories:
+        if (directory := self._directories.get(folder)) is None:
             report = partial(log.warning, "telemetry: run %r: %s", name)
-            self._directories[folder] = RunDirectory(folder, Problems(report))
-        directory = self._directories[folder]
-        directory.refresh()
-        found, ids = dict[str, RunData](), [*directory.runs()]
-        if directory.newer is not None and not ids:
-            ids = [""]
-        for run in ids:
-            key = experiment, folder, run
-            if key not in self._runs:
-                source = ProviderSource(self._provider, experiment, name)
-                self._runs[key] = RunData(directory, run, source)
-            found[name if run == ids[-1] else f"{name}@{run}"] = self._runs[key]
-        return found
+            directory = self._directories[folder] = RunDirectory(folder, Problems(report))
+        else:
+            directory.refresh()
+        with directory.lock:
+            ids = [*directory.runs] or [""] * (directory.newer is not None)
+            for run in ids:
+                if (folder, run) not in self._runs:
+                    source = ProviderSource(self._provider, name)
+                    self._runs[folder, run] = RunData(directory, run, source)
+                self._runs[folder, run].update()
+        return {name if run == ids[-1] else f"{name}@{run}": self._runs[folder, run] for run in ids}
 
 
 class ProviderSource:
     """Event files of one run: a :class:`~telemetry.reading.sources.RunSource`; logs problems."""
 
-    def __init__(self, provider: DataProvider, experiment: str, run: str) -> None:
+    def __init__(self, provider: DataProvider, run: str) -> None:
         self.problems = Problems(lambda line: log.warning("telemetry: run %r: %s", run, line))
         self.period = Period()
         self._provider = provider
-        self._experiment = experiment
         self._run = run
 
     def tags(self, plugin_name: str) -> Collection[str]:
-        found: Mapping[str, Mapping[str, Any]] = self._methods(plugin_name)[0](
-            _CONTEXT,
-            experiment_id=self._experiment,
-            plugin_name=plugin_name,
-            run_tag_filter=RunTagFilter(runs=[self._run]),
-        )
+        found = self._call("list", plugin_name)
         # The slow loader also lists tags whose values a resumed run has all purged, without a step.
-        series = found.get(self._run, {})
-        return [tag for tag, of_tag in series.items() if of_tag.max_step is not None]
+        return [tag for tag, of_tag in found.items() if of_tag.max_step is not None]
 
     def read(
         self, plugin_name: str, tags: Sequence[str]
     ) -> Mapping[str, Sequence[tuple[int, Any]]]:
         read: dict[str, list[tuple[int, Any]]] = {}
-        for tag, data in self._read(plugin_name, tags).items():
+        for tag in tags:
+            data = self._data(plugin_name, tag)
             if plugin_name == "images":
                 read[tag] = [(datum.step, None) for datum in data]
             elif plugin_name == "scalars":
@@ -166,54 +156,46 @@ class ProviderSource:
                     self.problems.add(f"some of {tag}", "not a number")
             else:
                 read[tag] = [(datum.step, np.asarray(datum.numpy)) for datum in data]
-        return read
+        return {tag: series for tag, series in read.items() if series}
 
     def picture(self, tag: str, step: int) -> bytes | None:
-        for datum in self._read("images", [tag]).get(tag, ()):
+        for datum in self._data("images", tag):
             # The first two blobs are the picture's width and height.
             if datum.step == step and len(datum.values) > 2:
                 key = datum.values[2].blob_key
                 try:
                     blob = self._provider.read_blob(_CONTEXT, blob_key=key)
-                except _UNDECODABLE as error:
+                except UNDECODABLE as error:
                     self.problems.add(tag, error)
                     return None
                 return blob if isinstance(blob, bytes) else None
         return None
 
-    def _read(self, plugin_name: str, tags: Sequence[str]) -> Mapping[str, Sequence[Any]]:
-        """Return the values of the run's time, without those that cannot be decoded."""
-        if not tags:
-            return {}
+    def _data(self, plugin_name: str, tag: str) -> Sequence[Any]:
+        """Return the values of a tag from the run's time; none if they cannot be decoded."""
         reason: object
         try:
-            found: Mapping[str, Mapping[str, Sequence[Any]]] = self._methods(plugin_name)[1](
-                _CONTEXT,
-                experiment_id=self._experiment,
-                plugin_name=plugin_name,
-                downsample=_ALL,
-                run_tag_filter=RunTagFilter(runs=[self._run], tags=set(tags)),
-            )
-            of_tags = found.get(self._run, {}).items()
-            return {
-                tag: [d for d in data if self.period.holds(d.wall_time)] for tag, data in of_tags
-            }
-        except _UNDECODABLE as error:
+            found = self._call("read", plugin_name, tags={tag}, downsample=_ALL)
+            return [datum for datum in found.get(tag, ()) if self.period.holds(datum.wall_time)]
+        except UNDECODABLE as error:
             reason = error
         except grpc.RpcError as error:  # such as: too large for a message
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise
             reason = error.details()
-        if len(tags) == 1:
-            self.problems.add(tags[0], reason)
-            return {}
-        half = len(tags) // 2
-        return {**self._read(plugin_name, tags[:half]), **self._read(plugin_name, tags[half:])}
+        self.problems.add(tag, reason)
+        return []
 
-    def _methods(self, plugin_name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        provider = self._provider
-        if plugin_name == "scalars":
-            return provider.list_scalars, provider.read_scalars
-        if plugin_name == "images":
-            return provider.list_blob_sequences, provider.read_blob_sequences
-        return provider.list_tensors, provider.read_tensors
+    def _call(
+        self, verb: str, plugin_name: str, tags: Collection[str] | None = None, **options: Any
+    ) -> Mapping[str, Any]:
+        """Return what the provider lists or reads of the run, by tag."""
+        kind = {"scalars": "scalars", "images": "blob_sequences"}.get(plugin_name, "tensors")
+        found: Mapping[str, Mapping[str, Any]] = getattr(self._provider, f"{verb}_{kind}")(
+            _CONTEXT,
+            experiment_id=_EXPERIMENT,
+            plugin_name=plugin_name,
+            run_tag_filter=RunTagFilter(runs=[self._run], tags=tags),
+            **options,
+        )
+        return found.get(self._run, {})

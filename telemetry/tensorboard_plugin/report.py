@@ -21,7 +21,7 @@ from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.comparison import Comparison, compare
 from telemetry.reading.matrix import WHOLE, Limit
-from telemetry.reading.run_data import Layer, Overview, RunData
+from telemetry.reading.run_data import Layer, RunData
 from telemetry.reading.run_entry import differing
 
 # By the ending of a file's name.
@@ -117,83 +117,79 @@ def report_html(
 
     ``rows`` are those of the run table, in the same order.
     """
-    overviews = {name: run.overview() for name, run in runs.items()}
     files = read_static_files()
     title = "Telemetry: " + ", ".join(runs)
     return _TEMPLATE.format(
         title=html.escape(title),
-        facts=_facts(next(iter(overviews.values()))) if len(runs) == 1 else f"{len(runs)} runs",
+        facts=_facts(next(iter(runs.values()))) if len(runs) == 1 else f"{len(runs)} runs",
         style=files["style.css"].decode(),
-        comparison=_comparison(runs, overviews, rows) if len(runs) > 1 else "",
+        comparison=_comparison(runs, rows) if len(runs) > 1 else "",
         faults=faults,
-        script=_base64(f"{bundle(files, 'report_page.js')}\nrender();".encode()),
+        script=_base64(f"{bundle(files, 'index.js')}\nrenderReport();".encode()),
         data=_script_json(
             {
                 "table": json_util.Cleanse(rows),
-                "runs": {
-                    row["name"]: _data(runs[row["name"]], overviews[row["name"]], row, len(runs))
-                    for row in rows
-                },
+                "runs": {row["name"]: _data(runs[row["name"]], len(runs)) for row in rows},
             }
         ),
     )
 
 
-def _facts(overview: Overview) -> str:
-    alerts = len(overview.alerts)
+def _facts(run: RunData) -> str:
+    alerts = len(run.alerts)
     facts = [
-        _date(overview),
-        overview.extent,
+        _date(run),
+        run.extent,
         f"{alerts or 'no'} alert{'' if alerts == 1 else 's'}",
     ]
     return ", ".join(filter(None, facts))
 
 
-def _date(overview: Overview) -> str:
-    if overview.started_s is None:
+def _date(run: RunData) -> str:
+    if run.started_s is None:
         return ""
-    return f"{datetime.fromtimestamp(overview.started_s, timezone.utc):%Y-%m-%d %H:%M} UTC"
+    return f"{datetime.fromtimestamp(run.started_s, timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
-def _comparison(
-    runs: Mapping[str, RunData],
-    overviews: Mapping[str, Overview],
-    rows: Sequence[Mapping[str, Any]],
-) -> str:
+def _comparison(runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a verdict, a table with a row per run, and a place for the curves of the losses."""
     first, names, metrics = next(iter(runs)), differing(rows), _metrics(rows)
-    differences = {name: compare(runs[first], run) for name, run in runs.items() if name != first}
-    head = [
-        "Run", "Started", "Hyperparameters", "Steps", "Last loss", "Best loss", *metrics,
-        f"First difference from {first}", "Alerts",
-    ]  # fmt: skip
-    lines = [
-        [
-            row["name"],
-            _date(overview),
-            _pairs({name: row["hparams"][name] for name in names if name in row["hparams"]}),
-            f"{overview.first_step} to {overview.last_step}" if overview.layers else "none",
-            *(f"{row['loss'][name]:.4g}" if row["loss"] else "" for name in ("last", "best")),
-            *(f"{row['metrics'][name]:.4g}" if name in row["metrics"] else "" for name in metrics),
-            "" if row["name"] == first else _first_difference(differences[row["name"]]),
-            "\n".join(
-                f"{alert.severity} at step {alert.step}{alert.where}: {alert.summary}"
-                for alert in overview.alerts
-            )
-            or "none",
-        ]
-        for row in rows
-        for overview in [overviews[row["name"]]]
-    ]
+    lines: list[dict[str, str]] = []
+    for row in rows:
+        run, loss, hparams = runs[row["name"]], row["loss"] or {}, row["hparams"]
+        is_first = row["name"] == first
+        lines.append(
+            {
+                "Run": row["name"],
+                "Started": _date(run),
+                "Hyperparameters": _pairs({key: hparams[key] for key in names if key in hparams}),
+                "Steps": f"{run.first_step} to {row['lastStep']}" if run.layers else "none",
+                "Last loss": _number(loss.get("last")),
+                "Best loss": _number(loss.get("best")),
+                **{name: _number(row["metrics"].get(name)) for name in metrics},
+                f"First difference from {first}": (
+                    "" if is_first else _first_difference(compare(runs[first], run))
+                ),
+                "Alerts": "\n".join(
+                    f"{alert.severity} at step {alert.step}{alert.where}: {alert.summary}"
+                    for alert in run.alerts
+                )
+                or "none",
+            }
+        )
     common = {name: value for name, value in rows[0]["hparams"].items() if name not in names}
     return (
         '<section class="comparison" aria-label="Comparison">'
-        f'<p class="verdict">{html.escape(_verdict(overviews, rows))}</p><div id="losses"></div>'
-        f"<table><thead>{_row('th', head)}</thead>"
-        f"<tbody>{''.join(_row('td', line) for line in lines)}</tbody></table>"
+        f'<p class="verdict">{html.escape(_verdict(runs, rows))}</p><div id="losses"></div>'
+        f"<table><thead>{_row('th', lines[0])}</thead>"
+        f"<tbody>{''.join(_row('td', line.values()) for line in lines)}</tbody></table>"
         + (f"<p>Hyperparameters of all: {html.escape(_pairs(common))}</p>" if common else "")
         + "</section>"
     )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -202,7 +198,7 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(names, key=lambda name: not _VALIDATION.search(name))[:_MAX_METRICS]
 
 
-def _verdict(overviews: Mapping[str, Overview], rows: Sequence[Mapping[str, Any]]) -> str:
+def _verdict(runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return in sentences which run has the lowest loss, and which runs have errors."""
     losses = sorted(
         (row["loss"]["best"], row["name"])
@@ -217,11 +213,11 @@ def _verdict(overviews: Mapping[str, Overview], rows: Sequence[Mapping[str, Any]
             if least < next_least
             else f"The lowest loss of {best} and {second} is the same, {least:.4g}."
         )
-    for name, overview in overviews.items():
-        errors = [alert for alert in overview.alerts if alert.severity == "error"]
+    for name, run in runs.items():
+        errors = [alert for alert in run.alerts if alert.severity == "error"]
         if errors:
             sentences.append(f"{name}: {min(errors, key=lambda alert: alert.step).title}.")
-    if not any(overview.alerts for overview in overviews.values()):
+    if not any(run.alerts for run in runs.values()):
         sentences.append("No run has alerts.")
     return " ".join(sentences)
 
@@ -243,17 +239,15 @@ def _first_difference(found: Comparison) -> str:
     return f"step {difference.step}: {difference.statistic}{difference.where}"
 
 
-def _data(
-    run: RunData, overview: Overview, row: Mapping[str, Any], run_count: int
-) -> dict[str, Any]:
+def _data(run: RunData, run_count: int) -> dict[str, Any]:
     matrices = {}
     for statistic in PAGE_STATISTICS:
         matrix = run.matrix(statistic.name, WHOLE, LIMIT)
         matrices[statistic.name] = _packed(payloads.matrix(matrix))
-    layers = _layers_in_detail(overview)
+    layers = _layers_in_detail(run)
     images = {layer.name: _images(run, layer) for layer in layers}
     tags = run.source.tags("histograms")
-    steps = sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
+    steps = sorted({alert.step for alert in run.alerts})[:MAX_ALERTS]
     return {
         "overview": payloads.overview(run),
         "onsets": {step: payloads.onsets(run, step) for step in steps},
@@ -275,10 +269,10 @@ def _data(
     }
 
 
-def _layers_in_detail(overview: Overview) -> list[Layer]:
+def _layers_in_detail(run: RunData) -> list[Layer]:
     """Return evenly spread layers and as many with alerts, in forward order."""
-    layers = overview.layers
-    faulty = {alert.module_name for alert in overview.alerts}
+    layers = run.layers
+    faulty = {alert.module_name for alert in run.alerts}
     places = [place for place, layer in enumerate(layers) if layer.name in faulty]
     stride = max(1, -(-len(layers) // MAX_LAYERS_IN_DETAIL))
     shown = {*places[:MAX_LAYERS_IN_DETAIL], *range(0, len(layers), stride)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import sys
 import weakref
@@ -327,12 +326,6 @@ def callers(most: int) -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames
-
-
-def scaler_exists() -> bool:
-    """Whether an enabled GradScaler exists; slow, because it checks all objects."""
-    scalers = [o for o in gc.get_objects() if issubclass(type(o), GradScaler)]
-    return any(scaler.is_enabled() for scaler in scalers)
 
 
 def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:

@@ -20,24 +20,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 GRAPHS_CAN_BE_OBSERVED = TorchVersion(torch.__version__) >= "2.13"
 
 
-def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
-    """Keep an operator without results, and the order of its calls, in compiled graphs.
-
-    Returns:
-        False if that is impossible; the compiler then drops it as dead code.
-    """
+def keep_in_graph(operator: torch._ops.OpOverload) -> None:
+    """Keep an operator without results, and the order of its calls, in compiled graphs."""
     if not GRAPHS_CAN_BE_OBSERVED:
-        return False
+        return
     from torch import _higher_order_ops
 
     effects = getattr(_higher_order_ops, "effects", None)
     consequence = "modules that torch.compile has compiled show no activations"
     register = find(effects, "_register_effectful_op", consequence)
     kinds = find(effects, "_EffectType", consequence)
-    if register is None or kinds is None:
-        return False
-    register(operator, kinds.ORDERED)
-    return True
+    if register is not None and kinds is not None:
+        register(operator, kinds.ORDERED)
 
 
 def not_compiled(function: F) -> F:

@@ -61,16 +61,6 @@ class HostCopy:
             self._event = torch.Event(device=device)
             self._event.record()
 
-    def arrived(self) -> bool:
-        """Start the transfer; return whether :meth:`wait` would return at once."""
-        if self._outbox is not None:
-            self._outbox.send()
-        if self._event is not None:
-            with relaxed_capture():
-                if self._event.query():
-                    self._event = None
-        return self._event is None
-
     def wait(self) -> Tensor:
         """Return the values, on the CPU; same shape and dtype."""
         if self._outbox is not None:
@@ -120,14 +110,6 @@ def current_stream(device: torch.device) -> Any:
     if device.type not in _WITH_STREAMS:
         return None
     return torch.get_device_module(device).current_stream(device)
-
-
-def raw_stream(index: int) -> int:
-    """Return the driver's handle of this thread's stream of a CUDA device."""
-    try:  # without find(): called in each hook
-        return torch._C._cuda_getCurrentRawStream(index)
-    except AttributeError:
-        return int(torch.cuda.current_stream(index).cuda_stream)
 
 
 class _Outbox:

@@ -16,7 +16,6 @@ from telemetry.plain_text import printable
 from telemetry.records import Layout, RankFacts, StepRecord
 from telemetry.tag_names import FULL_STEPS, RUN, TIMES, TOKENS_PER_S, plain
 from telemetry.writing import tags
-from telemetry.writing.pictures import Pictures
 
 log = logging.getLogger("telemetry")
 
@@ -28,7 +27,7 @@ class Dashboard:
     """
 
     def __init__(self) -> None:
-        self._pictures = Pictures()
+        self._pictures = tags.Pictures()
         self.rates = LearningRates()
         self._times, self._usage = StepTimes(), Usage()
         self._alert_count = 0
@@ -71,15 +70,13 @@ class Dashboard:
         if before is None:
             return
         old, new = ({p.name: p.shape for p in one.parameters} for one in (before, record.layout))
-        removed = [name for name in old if name not in new]
-        added = [name for name in new if name not in old]
-        # A lazy parameter has no shape before.
-        reshaped = [name for name in new if old.get(name) and old[name] != new[name]]
-        changes = [
-            f"{what}: {printable(reprlib.repr(names))}"
-            for what, names in (("added", added), ("removed", removed), ("reshaped", reshaped))
-            if names
-        ]
+        found = {
+            "added": [name for name in new if name not in old],
+            "removed": [name for name in old if name not in new],
+            # A lazy parameter has no shape before.
+            "reshaped": [name for name in new if old.get(name) and old[name] != new[name]],
+        }
+        changes = [f"{what}: {printable(reprlib.repr(of))}" for what, of in found.items() if of]
         if changes:
             line = f"The model's parameters changed before step {record.step}; {'; '.join(changes)}"
             log.info("telemetry: %s", line)

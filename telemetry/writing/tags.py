@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.layers import PARAMETER_STATISTICS, STATISTICS, table
 from telemetry.layers.table import PLACES
+from telemetry.measure.images import encode_png
 from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.rows import Rows
@@ -20,13 +23,16 @@ from telemetry.records.tensor import Tensors
 from telemetry.selection import evenly
 from telemetry.tag_names import ALERTS, KIND, RUN, TOTAL_GRAD_NORM
 from telemetry.writing.histograms import Tagged, histogram_values, log10_histogram_values
-from telemetry.writing.pictures import Picture, Pictures
 
 # Models with more parameters or modules have curves of some layers only, because TensorBoard shows
 # one card for each curve.
 MANY = 64
 SHOWN_OF_MANY = 12
 
+PIXELS_PER_STEP = 1 << 17
+
+Picture: TypeAlias = tuple[str, NDArray[np.uint8]]
+"""Tag, and pixels ``[height, width, 3]``."""
 
 Points: TypeAlias = list[tuple[str, float]]
 """Tags of curves and their values."""
@@ -34,6 +40,31 @@ Points: TypeAlias = list[tuple[str, float]]
 _CURVES = [statistic for statistic in STATISTICS if statistic.as_curve]
 _COLUMNS = [PLACES[statistic.name] for statistic in _CURVES]
 _ZERO_IS_SILENT = np.array([statistic.zero_is_silent for statistic in _CURVES])
+
+
+class Pictures:
+    """Pictures of a full step: as many as have 131,072 pixels together.
+
+    The next full step goes on with the others. A picture that is larger alone is drawn at half its
+    size, or less.
+    """
+
+    def __init__(self) -> None:
+        self._next: Counter[str] = Counter()  # by phase
+
+    def values_of(self, pictures: Sequence[Picture], phase: str = "") -> Iterator[bytes]:
+        """Yield the pictures of one step, or of a phase."""
+        left = PIXELS_PER_STEP
+        for _ in pictures:
+            tag, pixels = pictures[self._next[phase] % len(pictures)]
+            while pixels[..., 0].size > PIXELS_PER_STEP:
+                pixels = pixels[::2, ::2]
+            left -= pixels[..., 0].size
+            if left < 0:
+                return
+            self._next[phase] = (self._next[phase] + 1) % len(pictures)
+            height, width, _ = pixels.shape
+            yield summaries.image(tag, [encode_png(pixels)], width, height)
 
 
 def values_of(record: StepRecord, pictures: Pictures | None = None) -> Iterator[Sequence[bytes]]:

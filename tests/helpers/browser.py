@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import shutil
@@ -13,26 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.helpers.paths import ROOT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, FloatRect, Frame, Locator, Page, ViewportSize
 
-SCREENSHOTS = ROOT / "screenshots"
-CHROMIUM_ARGUMENTS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PATIENCE_S = 60
 SIZE: ViewportSize = {"width": 1400, "height": 900}
 
@@ -45,7 +38,9 @@ def open_browser() -> Iterator[Browser]:
     if chromium is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGUMENTS)
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
@@ -66,7 +61,7 @@ def serve(logdir: Path, log: Path, *, fast: bool, wanted: int = 1) -> Iterator[s
         try:
             address = wait_for(lambda: _address(log), "TensorBoard's address")
             runs = f"{address}data/plugin/telemetry/runs"
-            wait_for(lambda: _get(runs).count("name") >= wanted, "the runs")
+            wait_for(lambda: _get(runs).count('"lastStep"') >= wanted, "the runs")
             yield address
         finally:
             server.terminate()
@@ -107,6 +102,40 @@ def box_of(element: Locator) -> FloatRect:
 _TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
+DRAWN = "new Promise(requestAnimationFrame)"
+
+
+def pixels_of(
+    frame: Frame | Page, selector: str, *, nth: int = 0, after: str = DRAWN
+) -> np.ndarray:
+    """Return the pixels of a canvas, ``[height, width, 4]``, once what was to be drawn is drawn."""
+    read = "document.querySelectorAll(selector)[nth].toDataURL()"
+    url = frame.evaluate(f"async ([selector, nth]) => (await {after}, {read})", [selector, nth])
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as image:
+        return np.asarray(image.convert("RGBA"))
+
+
+def has_color(pixels: np.ndarray, color: str) -> np.ndarray:
+    """Whether each pixel is opaque and has a color ``#rrggbb``."""
+    wanted = np.frombuffer(bytes.fromhex(f"{color[1:]}ff"), np.uint8)
+    found: np.ndarray = (pixels == wanted).all(axis=-1)
+    return found
+
+
+def plot_box(canvas: Locator) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a plot within its canvas, in CSS pixels."""
+    left, top, width, height = map(float, (canvas.get_attribute("data-plot") or "").split(","))
+    return left, top, width, height
+
+
+def pixel_at(frame: Frame | Page, row: float, column: float, panel: int = 0) -> str:
+    """Color of a picture, ``#rrggbb``; ``row`` and ``column`` as shares, 0 to 1."""
+    pixels = pixels_of(frame, "canvas.cells", nth=panel)  # a CSS pixel is a pixel
+    left, top, width, height = plot_box(frame.locator(".heatmap").nth(panel))
+    red, green, blue, _ = pixels[int(top + height * row), int(left + width * column)]
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
 class TelemetryPage:
     """The Telemetry page inside of TensorBoard.
 
@@ -133,10 +162,9 @@ class TelemetryPage:
         If TensorBoard is open, only the page's frame is loaded again, because TensorBoard itself
         takes most of the time.
         """
-        values = "".join(
-            f"&p.telemetry.{name}={quote(text, safe='')}" for name, text in link.items()
-        )
-        address = f"{self.address}{'?darkMode=true' if dark else ''}#telemetry{values}"
+        values = [f"&p.telemetry.{name}={quote(text, safe='')}" for name, text in link.items()]
+        query = "?darkMode=true" if dark else ""
+        address = f"{self.address}{query}#telemetry{''.join(values)}"
         if self._is_light and not dark:
             self.page.evaluate("(url) => history.replaceState(history.state, '', url)", address)
             with self.frame.expect_navigation():
@@ -188,8 +216,8 @@ class TelemetryPage:
         return self.table()
 
     def table(self) -> Locator:
-        """The table of runs, once it is complete."""
-        table = self.locator(".runs[data-loaded]")
+        """The table of runs, once it is open."""
+        table = self.locator(".runs")
         table.wait_for()
         return table
 
@@ -211,15 +239,18 @@ class TelemetryPage:
 
     def pixel(self, row: float, column: float, panel: int = 0) -> str:
         """Color of the picture, ``#rrggbb``; ``row`` and ``column`` as shares, 0 to 1."""
-        color: str = self.frame.evaluate(PIXEL, [row, column, panel])
+        return pixel_at(self.frame, row, column, panel)
+
+    def color(self, name: str) -> str:
+        """A color of the style sheet, ``#rrggbb``."""
+        style = "getComputedStyle(document.documentElement)"
+        color: str = self.frame.evaluate(f"{style}.getPropertyValue('--{name}').trim()")
         return color
 
     def point(self, row: float, column: float, panel: int = 0) -> dict[str, float]:
         """The same place in the coordinates of :attr:`heatmap`."""
         self.frame.evaluate(_TWO_FRAMES)  # on a busy machine it is drawn again after its resize
-        plot = self.locator(".heatmap").nth(panel).get_attribute("data-plot")
-        assert plot is not None
-        x, y, width, height = map(float, plot.split(","))
+        x, y, width, height = plot_box(self.locator(".heatmap").nth(panel))
         return {"x": x + width * column, "y": y + height * row}
 
     @property
@@ -238,20 +269,4 @@ class TelemetryPage:
         """The page's state in the address."""
         parts = self.page.evaluate("location.hash").lstrip("#").split("&")
         pairs = (part.split("=", 1) for part in parts if part.startswith("p.telemetry."))
-        return {name.removeprefix("p.telemetry."): value for name, value in pairs}
-
-    def screenshot(self, name: str) -> None:
-        SCREENSHOTS.mkdir(exist_ok=True)
-        self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
-
-
-PIXEL = """async ([row, column, panel]) => {
-  await new Promise(requestAnimationFrame);  // what was to be drawn is drawn in this frame
-  const map = document.querySelectorAll(".heatmap")[panel];
-  const [x, y, width, height] = map.dataset.plot.split(",").map(Number);
-  const canvas = map.querySelector("canvas.cells");
-  const ratio = canvas.width / canvas.clientWidth;
-  const place = [(x + width * column) * ratio, (y + height * row) * ratio].map(Math.floor);
-  const [r, g, b] = canvas.getContext("2d").getImageData(...place, 1, 1).data;
-  return "#" + [r, g, b].map((part) => part.toString(16).padStart(2, "0")).join("");
-}"""
+        return {name.removeprefix("p.telemetry."): unquote(value) for name, value in pairs}

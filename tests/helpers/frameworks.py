@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from telemetry import Alert, StepRecord
-from telemetry.events.reading import EventReader, list_event_files
 from telemetry.tag_names import plain
+from tests.helpers.loops import written
 from tests.helpers.paths import ROOT
 
 
@@ -31,16 +32,10 @@ def batches(count: int = 6) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 def curve(log_dir: Path, tag: str) -> dict[int, float]:
     """The points of a tag in the event files at and below a directory, by step; 0 if no scalar."""
-    paths = [
-        path
-        for folder in {path.parent for path in log_dir.rglob("*tfevents*")}
-        for path in list_event_files(folder)
-    ]
     return {
-        event.step: value.simple_value
-        for path in paths
-        for event in EventReader(path)
-        for value in event.summary.value
+        step: value.simple_value
+        for folder in {path.parent for path in log_dir.rglob("*tfevents*")}
+        for _, step, value in written(folder)
         if plain(value.tag) == tag
     }
 
@@ -49,6 +44,23 @@ def same_weights(bare: nn.Module, watched: nn.Module) -> bool:
     """Whether all parameters are equal, bit for bit."""
     pairs = zip(bare.parameters(), watched.parameters(), strict=True)
     return all(torch.equal(expected, got) for expected, got in pairs)
+
+
+def assert_complete(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
+    """Check the number of steps, and that each has all gradients, updates and layers."""
+    assert [record.step for record in records] == list(range(steps))
+    for record in records:
+        assert record.grad_present.all()
+        assert {tensor.calls for tensor in record.activations.values()} == {calls}
+        assert {tensor.calls for tensor in record.activation_grads.values()} == {calls}
+        assert all(ratio > 0 for ratio in record.update_ratios.values())
+
+
+def assert_clipped(records: list[StepRecord]) -> None:
+    """Check that a trainer has clipped the gradients of all steps to a norm of 0.01."""
+    for record in records:
+        assert record.total_grad_norm == pytest.approx(0.01, rel=1e-3)
+        assert record.total_grad_norm_before_clipping > 0.02
 
 
 class AlertFrom:

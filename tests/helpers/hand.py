@@ -6,6 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from telemetry import StepRecord, TensorRecord
+from tests.helpers.require import require
 from tests.helpers.twins import Loop, Outcome, assert_left_alone, seed
 
 Arrays = dict[str, list[np.ndarray]]
@@ -39,6 +42,14 @@ class TwoParts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())
+
+
+def selective_checkpoint(block: nn.Module, x: Tensor) -> Any:
+    """Run a block that saves its matrix products, and computes all else again."""
+    make_contexts = require("torch.utils.checkpoint.create_selective_checkpoint_contexts")
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(make_contexts, saved)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 _paused = False

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from telemetry import HookLogger
 
-STEPS = 4
+STEPS, RESTARTED_STEPS = 4, 6
 
 logging.basicConfig(level=logging.INFO)  # in a spawned process, too
 torch.manual_seed(0)  # the ranks train copies of one model
@@ -67,8 +69,31 @@ def lightning(log_dir: str) -> None:
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8 * STEPS, 3), batch_size=4))
 
 
+def torchrun(log_dir: str) -> None:
+    """Train as one of two ranks; in the first attempt, one dies."""
+    # The agent's store keeps the first attempt's addresses, to which gloo would connect.
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(attempt, dist.TCPStore(address, port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, log_dir, every_n_steps=2, resume=True, alerts=()) as logger:
+        for _ in range(RESTARTED_STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 2, 1, 1)).square().mean()
+            loss.backward()
+            logger.log(loss=loss)
+            optimizer.step()
+        if attempt == "0":
+            logger.flush()
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else signal.pause()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     launcher, *arguments = sys.argv[1:]
-    {"spawn": spawn, "lightning": lightning}[launcher](*arguments)
+    {"spawn": spawn, "lightning": lightning, "torchrun": torchrun}[launcher](*arguments)

@@ -72,12 +72,21 @@ def fault_at(*steps: int) -> Callable[[StepRecord], Iterable[Alert]]:
     return rule
 
 
-def is_hooked(model: nn.Module) -> bool:
-    on_modules = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    on_parameters = any(
-        p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters()
+def hook_count(model: nn.Module) -> int:
+    """Return how many kinds of hooks are on modules, and how many parameters have some."""
+    on_modules = sum(
+        bool(hooks)
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if "hooks" in name
     )
-    return on_modules or on_parameters
+    return on_modules + sum(
+        bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in model.parameters()
+    )
+
+
+def is_hooked(model: nn.Module) -> bool:
+    return hook_count(model) > 0
 
 
 def load(log_dir: Path) -> EventAccumulator:

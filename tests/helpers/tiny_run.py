@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from torch import nn
 
+import telemetry
 from telemetry import HookLogger
 
 
@@ -47,6 +48,12 @@ def events_of(path: Path) -> Iterator[Event]:
 def steps_of(path: Path, tag: str = "count") -> list[int]:
     """Return the steps at which the file has a value of the tag."""
     return [e.step for e in events_of(path) if any(v.tag == tag for v in e.summary.value)]
+
+
+def norm_steps(log_dir: Path) -> list[int]:
+    """Return the steps with gradient norms in the run log, if it has the layout that they need."""
+    layers = telemetry.read(log_dir).layers
+    return sorted(layers[layers.statistic == "grad_norm"].step)
 
 
 def steps_by_file(log_dir: Path, tag: str = "count") -> list[list[int]]:

@@ -133,14 +133,14 @@ def expected_of(loggers: list[Logger]) -> dict[str, Expected]:
 def check(directory: RunDirectory, expected: dict[str, Expected]) -> None:
     directory.refresh()
     if expected:
-        assert set(directory.runs()) == set(expected)
+        assert set(directory.runs) == set(expected)
     for run, content in expected.items():
         data = RunData(directory, run)
         assert {one.step: one.loss for one in data.norms(WHOLE)} == content.losses
         assert dict(data.logged().get("count", ())) == content.counts
         assert set(data.steps(FullStep).tolist()) == content.full
-        assert sorted(alert.value for alert in data.overview().alerts) == sorted(content.alerts)
-        assert set(data.overview().resumed) == content.resumed
+        assert sorted(alert.value for alert in data.alerts) == sorted(content.alerts)
+        assert set(data.resumed) == content.resumed
         matrix = data.matrix("grad_norm")
         assert matrix.steps.tolist() == sorted(content.losses)
         for step, row in zip(matrix.steps.tolist(), matrix.values, strict=True):

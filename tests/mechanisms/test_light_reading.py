@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import StepRecord
-from telemetry.capture.light_step import LightReader
+from telemetry.capture import Schedule, Step
 from telemetry.testing import capture_run
 from tests.helpers.require import needs_tensor_reader
 
@@ -28,13 +28,14 @@ Change = Callable[[int, nn.Sequential, Optimizer], object]
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that one native call has read."""
     steps: list[int] = []
-    completed = LightReader.completed
+    read_at_once = Step.read_at_once
 
-    def spy(reader: LightReader, step: int, *rest: Any) -> Any:
-        steps.append(step)
-        return completed(reader, step, *rest)
+    def spy(step: Step, optimizer: Optimizer) -> Any:
+        if (is_read := read_at_once(step, optimizer)) and step.step not in steps:
+            steps.append(step.step)
+        return is_read
 
-    monkeypatch.setattr(LightReader, "completed", spy)
+    monkeypatch.setattr(Step, "read_at_once", spy)
     return steps
 
 
@@ -170,11 +171,34 @@ def test_one_call_reads_the_same_as_full_steps_and_leaves_the_unusual_to_the_slo
     assert ("0.weight" in records[4].nonfinite_parameters) == (change is spoil)
 
 
-def test_a_step_with_a_closure_takes_the_slow_path(read: list[int]) -> None:
-    records = train(nothing, sgd, lambda optimizer: optimizer.step(lambda: torch.zeros(())))
-    assert (read, len(records)) == ([], STEPS)
-    train(nothing, sgd, lambda optimizer: optimizer.step(closure=None))
-    assert read == ALL
+@pytest.mark.parametrize("closure", [None, lambda: torch.zeros(())])
+def test_a_step_with_a_closure_is_read_too(read: list[int], closure: Any) -> None:
+    records = train(nothing, sgd, lambda optimizer: optimizer.step(closure))
+    assert (read, len(records)) == (ALL, STEPS)
+
+
+def test_a_step_that_was_skipped_and_is_retried_has_its_own_norms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The optimizer raises in a skipped step; an unusual loss then adds norms to it."""
+    plans = {0: "full", 1: "norms", 2: "skip"}
+    monkeypatch.setattr(Schedule, "plan", lambda schedule, step: plans.get(step, "skip"))
+    model = net()
+    optimizer = sgd(model)
+    with capture_run(model, rules=[]) as run:
+        for step in range(3):
+            optimizer.zero_grad()
+            (10**step * model(torch.ones(4, 5)).sum()).backward()
+            if step == 2:
+                optimizer.param_groups[0]["momentum"] = "planted"
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                optimizer.param_groups[0]["momentum"] = 0.9
+                plans[2] = "norms"
+            norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+    assert [record.step for record in run.records] == [0, 1, 2]
+    np.testing.assert_allclose(run.records[2].grad_norms, norms, rtol=1e-5)
 
 
 class Counting:

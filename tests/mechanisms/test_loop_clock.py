@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import telemetry
 from telemetry import HookLogger, StepRecord
-from telemetry.capture.clock import LoopClock
-from telemetry.capture.light_step import LightReader
-from telemetry.capture.usage import CpuWaits
+from telemetry.capture.clock import CpuWaits, LoopClock
+from telemetry.capture.norms import GradientReader
+from telemetry.capture.step import Step
 from telemetry.pipeline import Pipeline
 from tests.helpers import shell
 from tests.helpers.figures import figures
@@ -158,8 +158,8 @@ def test_waiting_for_the_logger_is_not_waiting_for_data(
         monkeypatch.setattr(owner, name, slow)
 
     slowed(Pipeline, "flush")
-    slowed(LightReader, "read")
-    slowed(LightReader, "completed")
+    slowed(GradientReader, "read")
+    slowed(Step, "end")
     model = Model(clock)
 
     def body(logger: HookLogger) -> None:

@@ -14,11 +14,15 @@ from torch import nn
 
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
-from telemetry.capture import Pending
-from telemetry.capture.pending import PendingStep, RunTotals, begun
+from telemetry.capture import Content, Step
+from telemetry.capture.account import Stopwatch
+from telemetry.capture.context import Context, Guard
+from telemetry.capture.optimizers import Turns
+from telemetry.capture.step import FullStep
 from telemetry.failures import Failures
 from telemetry.pipeline import Pipeline, queue
 from telemetry.run.files import RunFiles
+from telemetry.selection import Selection
 from telemetry.tag_names import plain
 from tests.helpers.figures import figures
 from tests.helpers.serialized import summary_of
@@ -27,14 +31,15 @@ from tests.helpers.twins import Recorder
 WATCHDOG_S = 120
 
 
-def gathered(step: int) -> PendingStep:
-    return PendingStep(record=begun(step), totals=RunTotals(), failures=Failures())
-
-
-def test_a_queued_step_allocates_about_the_counted_bytes() -> None:
-    kept = [gathered(step) for step in range(1000)]
+@pytest.mark.parametrize("kind", [Step, FullStep])
+def test_a_queued_step_allocates_about_the_counted_bytes(kind: type[Step]) -> None:
+    guard = Guard(Failures(), Stopwatch(is_on=False))
+    model, selection = nn.Linear(2, 2), Selection.parse(None)
+    context = Context(model, selection=selection, content=Content(), guard=guard, first_step=0)
+    turns = Turns(context.table, None)
+    kept = [kind(context, turns) for _ in range(1000)]
     tracemalloc.start()
-    kept = [gathered(step) for step in range(1000)]
+    kept = [kind(context, turns) for _ in range(1000)]
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(step.nbytes for step in kept) == pytest.approx(allocated, rel=0.5)
@@ -62,6 +67,8 @@ def train_ahead(log_dir: Path, steps: int, every: int) -> list[StepRecord]:
             logger.log(accuracy=0.5)
             optimizer.step()
             assert entered.wait(WATCHDOG_S)
+        with logger.phase("validation"):  # stays one, so that no rule receives it
+            model(torch.ones(2, 3))
         may_judge.set()
     return recorder.records
 
@@ -76,7 +83,7 @@ def test_full_steps_above_the_first_high_water_mark_are_downgraded_and_judged(
     assert [len(record.weights) for record in records] == [2, 0, 0, 0]
     assert {*telemetry.read(tmp_path).layers["step"]} == {0, 1, 2, 3}
     at_once, at_close = [text for text in caplog.messages if "norms alone" in text]
-    assert (figures(at_once)[0], figures(at_close)) == (1, [3])
+    assert (figures(at_once)[0], figures(at_close)) == (1, [4])
 
 
 def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
@@ -85,7 +92,7 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     sizes: list[int] = []
     submit = Pipeline.submit
 
-    def spy(pipeline: Pipeline, step: Pending) -> None:
+    def spy(pipeline: Pipeline, step: Step) -> None:
         sizes.append(step.nbytes)
         if len(sizes) == 3:
             monkeypatch.setattr(queue, "MAX_BYTES", sum(sizes) - 1)
@@ -98,7 +105,7 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     assert scalars[scalars.tag == "accuracy"].step.tolist() == [*range(10)]
     [at_once] = [text for text in caplog.messages if "is not recorded" in text]
     [at_close] = [text for text in caplog.messages if "were dropped" in text]
-    assert (figures(at_once)[0], figures(at_close)) == (3, [7])
+    assert (figures(at_once)[0], figures(at_close)) == (3, [8])
 
 
 # --- the worker ----------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ async def test_frames_that_are_read_together_take_limited_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second rank stops in a large frame; the next large one waits, small ones do not."""
-    monkeypatch.setattr(connection, "MAX_FRAME_BYTES", 3 * 2**20)
+    monkeypatch.setattr(connection, "MAX_READ_BYTES", 3 * 2**20)
     zero = Listener()
     frames = connection._Frames()
     zero.server._frames = frames

@@ -44,6 +44,7 @@ def test_only_what_is_new_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert 0 < half < 20
     assert len(read) == before  # of the same file
     log.write_bytes(content)
+    run.refresh()
     assert len(run.matrix("grad_norm").steps) == 20
     assert len(read) == len(set(read))
 
@@ -56,6 +57,7 @@ def test_a_damaged_file_is_not_read_again_until_it_changes(
     log.write_bytes(log.read_bytes() + b"\x01" * 20)
     run = RunData(RunDirectory(tmp_path))
     monkeypatch.setattr(run_log, "FrameReader", lambda *_: pytest.fail("read again"))
+    run.refresh()
     assert len(run.matrix("grad_norm").steps) == 20
     assert len(run.problems) == 1
 

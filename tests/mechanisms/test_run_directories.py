@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +15,13 @@ from torch.utils.tensorboard import SummaryWriter
 from telemetry import HookLogger
 from telemetry.events.run_log import Norms
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_log import RunDirectory
+from telemetry.reading.run_log import LogFile, RunDirectory
 from telemetry.tensorboard_plugin.provider_source import find_directories
+from tests.helpers.board import open_slow
+from tests.helpers.client import Client
 from tests.helpers.known_runs import layout_of, write_run
 from tests.helpers.loops import fault_at, mlp, train
+from tests.helpers.shell import records
 
 
 def test_a_remote_directory_gets_event_files_and_a_run_log(
@@ -32,8 +36,9 @@ def test_a_remote_directory_gets_event_files_and_a_run_log(
         run = RunData(RunDirectory("memory://alerts"))
         assert run.matrix("grad_norm").steps.tolist() == [0, 1]
         train(model, steps=2)
+    run.refresh()
     assert run.matrix("grad_norm").steps.tolist() == [0, 1, 2, 3]
-    assert [alert.step for alert in run.overview().alerts] == [1]
+    assert [alert.step for alert in run.alerts] == [1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,6 +57,30 @@ def test_runs_have_the_names_that_tensorboard_gives_them(tmp_path: Path) -> None
     assert {"first", "first/below", "."} <= names("", f"first:{one},{two}")
 
 
+@pytest.mark.parametrize("view", ["page", "command"])
+def test_rows_of_runs_list_their_directory_twice_and_read_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: str
+) -> None:
+    """However many runs have used it: once to find the directory, once to read it."""
+    for number in range(5):
+        write_run(
+            tmp_path, layout_of(["a"]), steps=[0], norms=lambda _: np.ones(1, np.float32),
+            run=f"run {number}",
+        )  # fmt: skip
+    client, calls, listdir, refresh = (
+        Client(open_slow(tmp_path), tmp_path),
+        [],
+        os.listdir,
+        LogFile.refresh,
+    )
+    monkeypatch.setattr(os, "listdir", lambda path: (calls.append(str(path)), listdir(path))[1])
+    monkeypatch.setattr(LogFile, "refresh", lambda file: (calls.append(file), refresh(file))[1])
+    rows = client.json("runs") if view == "page" else records("runs", tmp_path)
+    assert len(rows) == 5
+    assert calls.count(str(tmp_path)) == 2
+    assert len(calls) == 2 + 5
+
+
 def test_readers_in_several_threads_take_each_frame_once(tmp_path: Path) -> None:
     write_run(
         tmp_path, layout_of(["a"]), steps=range(2000), norms=lambda _: np.ones(1, np.float32),
@@ -65,5 +94,6 @@ def test_readers_in_several_threads_take_each_frame_once(tmp_path: Path) -> None
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(refresh, range(8)))
-    [[part]] = directory.runs().values()
-    assert list(part.frames[Norms].steps) == list(range(2000))
+    [[part]] = directory.runs.values()
+    [segment] = part.segments
+    assert list(segment.places[Norms].steps) == list(range(2000))

@@ -181,6 +181,32 @@ def test_norms_are_added_to_a_skipped_step_by_an_unusual_loss_and_to_the_next_64
     assert [plans.plan(step) for step in range(565, 600)] == ["skip"] * 35
 
 
+def test_a_broken_run_is_granted_one_request_and_a_fault_after_it_another() -> None:
+    plans, granted = Schedule(100, math.inf), []
+
+    def train(steps: range, *, is_finite: bool) -> None:
+        for step in steps:
+            full = plans.plan(step) == "full"
+            count = plans.judged(
+                step,
+                full=full,
+                confirmed=step == 500,  # by the first NaN
+                needed=2 * (step >= 500),
+                norms_above=math.inf,
+                is_finite=is_finite,
+            )
+            if count:
+                granted.append(step)
+                plans.request_full(step + 2, count)
+
+    train(range(500), is_finite=True)
+    train(range(500, 2000), is_finite=False)
+    assert plans.requested <= 5
+    assert max(granted) < 520
+    train(range(2000, 2100), is_finite=True)
+    assert max(granted) >= 2000
+
+
 class Event:
     """CUDA event that the device reaches when a test sets ``at_ms``."""
 

@@ -74,13 +74,11 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
 ) -> None:
     file = MemoryFile()
     writer = make_writer(max_pending_bytes=1000)
-
     with file.hanging():
         start_hanging_write(writer, file)
         put(writer, file, *[b"measurement %d" % i for i in range(50)], droppable=True)
         put(writer, file, b"loss", b"alert")
     writer.close()
-
     kept = len(file.written) - 3
     assert 0 < kept < 50
     assert file.written == [
@@ -101,13 +99,10 @@ def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
     file = MemoryFile()
     file.failure = OSError("no disk")
     writer = make_writer(max_pending_bytes=1000)
-
     put(writer, file, bytes(36))
     writer.flush()
-
     put(writer, file, *[bytes(36)] * 99)
     writer.close()
-
     assert writer.lost_count == 100  # after failed writes or above the limit
     assert len(caplog.messages) == 2
     assert "100 events could not be written (no disk)" in caplog.messages[-1]
@@ -128,6 +123,21 @@ def test_files_keep_the_order_of_their_items_and_a_failing_one_does_not_stop_the
     assert all(file.flush_count and file.is_closed for file in files)
 
 
+def test_items_are_held_until_the_writer_starts_or_they_are_discarded() -> None:
+    for starts in (True, False):
+        file, writer = MemoryFile(), Writer("runs/x", flush_s=NEVER_S)
+        put(writer, file, b"a", b"b")
+        writer.flush()
+        assert file.written == []
+        if starts:
+            writer.start(file)
+            put(writer, file, b"c")
+        else:
+            writer.discard()
+        writer.close()
+        assert (file.written, writer.lost_count) == ([b"a", b"b", b"c"] * starts, 0)
+
+
 def test_an_unforeseen_error_does_not_end_the_thread() -> None:
     file = MemoryFile()
     writer = make_writer()
@@ -135,10 +145,8 @@ def test_an_unforeseen_error_does_not_end_the_thread() -> None:
     put(writer, file, b"a")
     writer.flush()
     file.failure = None
-
     put(writer, file, b"b")
     writer.close()
-
     assert file.written == [b"a", b"b"]
 
 
@@ -147,7 +155,6 @@ def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
 ) -> None:
     file = MemoryFile()
     writer = make_writer()
-
     with file.hanging():
         start_hanging_write(writer, file)
         put(writer, file, b"a", b"b")
@@ -156,7 +163,6 @@ def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
         writer.close()  # returns at once
         assert writer.lost_count == 3
         (reported,) = caplog.messages
-
     found = re.search(
         r"3 events could not .* \(a write that began (.*) s ago has not ended\)", reported
     )
@@ -170,7 +176,6 @@ def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
 def test_an_interrupted_close_can_be_finished() -> None:
     file = MemoryFile()
     writer = make_writer()
-
     with file.hanging():
         start_hanging_write(writer, file)
         put(writer, file, b"a")
@@ -179,7 +184,6 @@ def test_an_interrupted_close_can_be_finished() -> None:
             with pytest.raises(KeyboardInterrupt):
                 writer.close()
     writer.close()  # as the interpreter does when it exits
-
     assert file.written == [b"in flight", b"a"]
     assert file.is_closed
 
@@ -195,13 +199,11 @@ def test_many_threads_may_add_at_once() -> None:
         threading.Thread(target=put, args=(writer, file, *[b"%d %d" % (n, i) for i in range(500)]))
         for n in range(8)
     ]
-
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     writer.close()
-
     assert sorted(file.written) == sorted(b"%d %d" % (n, i) for n in range(8) for i in range(500))
     for n in range(8):
         own = [record for record in file.written if record.startswith(b"%d " % n)]
@@ -212,12 +214,10 @@ def test_many_threads_may_add_at_once() -> None:
 def test_a_signal_handler_may_write_and_close_while_its_thread_adds() -> None:
     file = MemoryFile()
     writer = make_writer()
-
     with writer._lock:  # where the handler interrupts put()
         put(writer, file, b"from the handler")
         writer.flush()
         writer.close()
-
     assert file.written == [b"from the handler"]
 
 

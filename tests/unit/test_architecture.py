@@ -227,7 +227,6 @@ def test_no_tuple_is_filled_by_a_generator() -> None:
 TESTS = ROOT / "tests"
 PUBLIC = ("telemetry", "telemetry.testing", "telemetry.interventions", "telemetry.version")
 MATHEMATICS = (
-    "unit/alerts/test_baseline.py",
     "unit/layers/test_layers.py",
     "unit/layers/test_module_types.py",
     "unit/layers/test_onset.py",
@@ -245,7 +244,6 @@ MATHEMATICS = (
 )
 """Tests of formulas, most of them against NumPy, by their paths in ``tests/``."""
 PYTORCH = (
-    "contract/capture/test_compile.py",
     "contract/capture/test_experts.py",
     "contract/capture/test_torch_private.py",
     "contract/tensorboard_plugin/test_agreement.py",

@@ -46,6 +46,19 @@ def test_each_question_of_a_newcomer_has_one_file_as_its_answer() -> None:
     assert [name for name in answers if not (ROOT / "telemetry" / name).is_file()] == []
 
 
+def test_the_functions_on_the_way_of_a_step_are_in_their_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\d+\. `([\w/]+\.(?:py|js))`, `([\w.]+)`", text, re.MULTILINE)
+    assert len(named) > 30
+    missing = []
+    for file, name in named:
+        source = (ROOT / "telemetry" / file).read_text(encoding="utf-8")
+        for part in name.split("."):
+            if not re.search(rf"\b(?:def|class|function) {part}\b", source):
+                missing.append((file, part))
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_picture_is_a_link_to_its_full_size(page: Path) -> None:
     pictures = re.findall(r"(.?)!\[[^]]*\]\(([^)]*)\)(.*)", page.read_text(encoding="utf-8"))

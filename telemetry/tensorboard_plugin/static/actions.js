@@ -1,29 +1,30 @@
 // What users do with the picture: move, select, zoom, fold, follow alerts; each is one update of the state.
 // And the keys that do it.
 
-import { clamp } from "./canvas.js";
+import { clamp } from "./format.js";
 import { columnAt } from "./field.js";
-import { groupsAtDepth, innermostOpen, rowOfLayer } from "./rows.js";
+import { groupsAtDepth, rowOfLayer } from "./rows.js";
 import { EVERYTHING, keyOfAlert } from "./state.js";
 import { aroundStep, limit, reveal, scaleView } from "./view.js";
 
-/** @typedef {import("./app.js").Page} Page */
 
 export const zoomTo = (page, view) => page.update({ zoom: limit(view, page.whole()) });
 
 export const unzoom = (page) => page.update({ zoom: EVERYTHING });
 
-/** Lists the runs to choose `run` or `other`, the one to compare with. */
+/** Lists the runs, also new ones, to choose `run` or `other`, the one to compare with. */
 export function listRuns(page, table, filter = page.state.filter) {
-  if (page.runs.length > 1) page.update({ table, filter });
+  if (page.runs.length < 2) return;
+  page.update({ table, filter });
+  page.refresh();
 }
 
-/** Selects a cell, and shows it; the drawer opens. `more`: further changes of the state. */
-export function select(page, name, step, more = {}) {
+/** Selects a cell, and shows it; the drawer opens. */
+export function select(page, name, step) {
   const row = rowOfLayer(page.rows(page.current), page.current.indexOf(name));
   const view = page.zoom && reveal(page.view(), step, row, page.whole());
   const zoom = view && limit(view, page.whole());
-  page.update({ layer: name, step, side: true, ...(zoom ? { zoom } : {}), ...more });
+  page.update({ layer: name, step, side: true, ...(zoom ? { zoom } : {}) });
   page.announceSelection();
 }
 
@@ -34,7 +35,6 @@ export function selectIn(page, panel, name, step) {
   select(page, name, at);
 }
 
-/** Opens the layer of the only row. */
 export function selectOnlyRow(page) {
   const { current } = page;
   const [row, ...more] = page.rows(current);
@@ -70,7 +70,6 @@ function moveLayer(page, count) {
   select(page, panel.overview.layers[layers[0]].name, step ?? panel.overview.lastStep);
 }
 
-/** Goes to the next alert (1), or the one before (−1). */
 function moveAlert(page, direction) {
   const alerts = page.alerts.sort((a, b) => a.step - b.step);
   if (!alerts.length) return;
@@ -81,7 +80,7 @@ function moveAlert(page, direction) {
 
 /** Goes to an alert: its layer is selected; its statistic and the steps around it are shown. */
 export function chooseAlert(page, alert) {
-  const panel = page.panels.find((known) => known.alerts.includes(alert)) ?? page.panels[0];
+  const panel = page.panels.find((known) => known.alerts.includes(alert));
   const layer = panel.overview.layers[alert.layer];
   const isKnown = panel.overview.statistics.some(({ name }) => name === alert.statistic);
   page.update({
@@ -94,19 +93,17 @@ export function chooseAlert(page, alert) {
   if (layer && rowOfLayer(page.rows(panel), alert.layer) < 0) {
     page.update({ search: "", folded: new Set(), all: true });
   }
-  const around = limit(aroundStep(alert.step, page.whole(), panel.steps(page.statistic)), page.whole());
-  select(page, layer ? layer.name : page.state.layer, alert.step, { zoom: around });
+  select(page, layer ? layer.name : page.state.layer, alert.step);
+  goTo(page, alert.step);
   page.announceSelection(alert);
   page.scrollToTop();
 }
 
-/** Shows the steps around one. */
 export function goTo(page, step) {
   zoomTo(page, aroundStep(step, page.whole(), page.current.steps(page.statistic)));
   page.update({ step });
 }
 
-/** Lists the layers that changed first around the selected step. */
 export function listOnsets(page) {
   page.update({ onsets: page.state.step ?? page.current.overview.lastStep, side: true });
 }
@@ -115,13 +112,13 @@ function zoomAtSelection(page, factor) {
   const view = page.view();
   const { layer, step } = page.state;
   const x = step === null ? 0.5 : (step - view.step0) / (view.step1 - view.step0);
-  const row = layer === null ? -1 : rowOfLayer(page.rows(page.current), page.current.indexOf(layer));
+  const row = rowOfLayer(page.rows(page.current), page.current.indexOf(layer));
   const y = row < 0 ? 0.5 : (row + 0.5 - view.row0) / (view.row1 - view.row0);
   zoomTo(page, scaleView(view, factor, x, y));
 }
 
-export function toggleFold(page, path) {
-  page.update({ folded: page.state.folded.symmetricDifference(new Set([path])), zoom: null });
+export function toggleFold(page, name) {
+  page.update({ folded: page.state.folded.symmetricDifference(new Set([name])), zoom: null });
 }
 
 /** Folds all groups at a depth, 1 being the outermost; 0: none. */
@@ -133,12 +130,11 @@ export function foldAt(page, depth, more) {
 /** Folds or unfolds the group around the selected layer. */
 function foldSelection(page) {
   const { layer, folded, order } = page.state;
-  const index = layer === null ? -1 : page.current.indexOf(layer);
-  if (index < 0) return;
-  const rows = page.rows(page.current);
-  const row = rows[rowOfLayer(rows, index)];
-  const path = row?.folded ?? innermostOpen(index, page.current.groupings[order], folded);
-  if (path) toggleFold(page, path);
+  const index = page.current.indexOf(layer);
+  const row = page.rows(page.current).find(({ layers }) => layers.includes(index));
+  const innermostOpen = page.current.groupings[order].keys[index]?.findLast((name) => !folded.has(name));
+  const name = row?.folded ?? innermostOpen;
+  if (name) toggleFold(page, name);
 }
 
 const FAR = 10;

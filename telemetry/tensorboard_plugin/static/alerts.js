@@ -71,7 +71,6 @@ function explanation({ error, onsets: found }, shown, step) {
   return `Gradient norms out of their usual range by step ${step}, the earliest first.`;
 }
 
-/** A ratio to the usual norm as text. */
 function factorText(factor) {
   if (factor === Infinity) return "NaN or infinite";
   if (factor === 0) return "fell to 0";

@@ -20,11 +20,7 @@ const LIVE_EVERY_MS = 5000;
 const LOADING = { state: "loading" };
 
 export class Page {
-  /**
-   * @param {HTMLElement} root
-   * @param {Object} source where data comes from
-   * @param {Object} link what is shown unless the address says otherwise
-   */
+  /** `source`: where data comes from; `link`: what is shown unless the address says otherwise. */
   constructor(root, source, link = {}) {
     Object.assign(this, { root, source });
     this.state = fromLink({ ...link, ...readLink() });
@@ -38,41 +34,31 @@ export class Page {
     this.announced = "";
     this.openedAt = null; // the zoom that the page chose to open with
     this.loading = null; // the data that the state asks for
-    followTheme((theme) => this.#setTheme(theme));
-    onNavigation((found) => this.#follow(found));
+    followTheme((theme) => {
+      this.theme = theme;
+      this.drawNow(); // at once: a printed page is not drawn again
+    });
+    onNavigation((found) => this.#become({ ...fromLink(found), side: this.state.side, full: this.state.full }));
     watchKeys(this);
-    document.addEventListener("visibilitychange", () => this.#goOn());
+    if (source.isLive) setInterval(() => this.#readAgain(), LIVE_EVERY_MS);
     addEventListener("resize", () => this.draw());
     matchMedia("print").addEventListener("change", () => this.drawNow());
   }
 
   // --- data
 
-  /** Loads and draws. A failure becomes a message with a button to try again. */
-  async start() {
+  start() {
     this.#show(LOADING);
-    try {
-      this.#open(await this.source.runs());
-    } catch (error) {
-      this.fail(error);
-    }
-  }
-
-  #open(runs) {
-    this.runs = runs;
-    if (!runs.length) return this.#show({ state: "empty" });
-    this.#checkRuns();
-    this.#load();
+    return this.refresh();
   }
 
   /** Replaces missing runs by the newest run, with a notice. */
   #checkRuns() {
-    const known = new Set(this.runs.map(({ name }) => name));
+    const isKnown = (name) => this.runs.some((run) => run.name === name);
     const { run, other } = this.state;
-    const missing = [run, other].filter((name) => name && !known.has(name)).map((name) => `“${name}”`);
-    const shown = known.has(run) ? run : this.runs[0].name;
-    const compared = known.has(other) && other !== shown ? other : "";
-    this.state = { ...this.state, run: shown, other: compared };
+    const missing = [run, other].filter((name) => name && !isKnown(name)).map((name) => `“${name}”`);
+    const shown = isKnown(run) ? run : this.runs[0].name;
+    this.state = { ...this.state, run: shown, other: isKnown(other) && other !== shown ? other : "" };
     this.missing = missing.length ? `No telemetry data of ${missing.join(" and ")}; showing “${shown}”.` : "";
   }
 
@@ -80,9 +66,8 @@ export class Page {
   async #load() {
     const { run, other, statistic } = this.state;
     const known = (name) => this.panels.find((panel) => panel.name === name);
-    const panels = [run, other]
-      .filter(Boolean)
-      .map((name) => known(name) ?? new Run(this.source, name, () => this.draw()));
+    const names = [run, other].filter(Boolean);
+    const panels = names.map((name) => known(name) ?? new Run(this.source, name, () => this.draw()));
     document.documentElement.dataset.ready = "loading";
     if (panels.some(({ overview }) => !overview)) this.#show(LOADING);
     const loading = (this.loading = Promise.all(panels.map((panel) => panel.load(statistic))));
@@ -111,7 +96,7 @@ export class Page {
     this.state = { ...this.state, zoom: this.openedAt };
   }
 
-  /** Reads new data; the current view stays, also after an error. */
+  /** Reads the runs, and new data of those that are shown; the current view stays, also after an error. */
   async refresh() {
     if (this.refreshing) return;
     this.refreshing = true;
@@ -119,15 +104,17 @@ export class Page {
       const { run } = this.state;
       const runs = await this.source.runs();
       if (this.state.run !== run) return; // chosen meanwhile, and perhaps newer than the list
-      if (!this.panels.length || !runs.some(({ name }) => name === run)) return this.#open(runs);
       this.runs = runs;
+      if (!runs.length) return this.#show({ state: "empty" });
+      this.#checkRuns();
+      const kept = this.panels.filter(({ name }) => runs.some((known) => known.name === name));
       const count = this.alerts.length;
-      await Promise.all(this.panels.map((panel) => panel.refresh(this.state.statistic)));
-      await Promise.all(this.panels.map((panel) => panel.load(this.state.statistic))); // chosen since
+      await Promise.all(kept.map((panel) => panel.refresh(this.state.statistic)));
       this.failure = "";
       this.#announceAlerts(count);
-      this.#show();
+      await this.#load();
     } catch (error) {
+      if (this.message) return this.fail(error);
       this.failure = `could not be read again: ${error.message}`;
       this.draw();
     } finally {
@@ -135,25 +122,19 @@ export class Page {
     }
   }
 
-  /** Reads new data every few seconds, or no longer. */
   setLive(isLive) {
     this.isLive = isLive;
     this.draw();
     this.refresh();
-    this.#goOn();
   }
 
-  /** Reads again in a while, if it is to: also while there is no data yet. */
-  #goOn() {
-    clearTimeout(this.timer);
+  /** Reads again if the page is live or has no data yet, and is seen. */
+  #readAgain() {
     const hasData = ({ fields }) => [...fields.values()].some(({ steps }) => steps.length);
     const isEmpty = this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
-    if (!this.source.isLive || document.hidden || !(this.isLive || isEmpty)) return;
-    this.timer = setTimeout(async () => {
-      // Another dashboard of TensorBoard's hides the frame, not the document.
-      if (window.innerWidth) await this.refresh();
-      this.#goOn();
-    }, LIVE_EVERY_MS);
+    // Another dashboard of TensorBoard's hides the frame, not the document.
+    const isSeen = window.innerWidth > 0 && !document.hidden;
+    if (isSeen && (this.isLive || isEmpty)) this.refresh();
   }
 
   // --- state
@@ -161,26 +142,21 @@ export class Page {
   /** Changes the state: loads what is missing, draws, and writes the link. The only way to change it. */
   update(patch) {
     const before = this.state;
-    const isOtherRun = ["run", "other"].some((name) => name in patch && patch[name] !== before[name]);
+    const { run, other } = { ...before, ...patch };
+    const isOtherRun = run !== before.run || other !== before.other;
     const forgotten = isOtherRun ? { alert: "", onsets: null, of: false, zoom: null } : {};
     this.#become({ ...before, ...forgotten, ...patch });
     writeLink(toLink(this.state), isEntry(before, this.state));
-  }
-
-  /** Applies the state of a link, as when the browser goes back. */
-  #follow(link) {
-    const { side, full } = this.state;
-    this.#become({ ...fromLink(link), side, full });
   }
 
   #become(state) {
     const before = this.state;
     this.state = state;
     if (!this.runs?.length) return;
-    const isOther = ["run", "other", "statistic"].some((name) => before[name] !== state[name]);
-    if (!isOther) return this.draw();
-    if (before.run !== state.run || before.other !== state.other) this.#checkRuns();
-    this.#load();
+    const isOtherRun = before.run !== state.run || before.other !== state.other;
+    if (isOtherRun) this.#checkRuns();
+    if (isOtherRun || before.statistic !== state.statistic) this.#load();
+    else this.draw();
   }
 
   /** The visible part that was asked for; null: everything. */
@@ -203,15 +179,13 @@ export class Page {
     return this.panels.flatMap((panel) => panel.alerts);
   }
 
-  /** The run of the last click. */
   get clicked() {
     return this.panels[this.state.of ? 1 : 0] ?? this.panels[0];
   }
 
   /** The run whose selected layer is shown: that of the last click if it has the layer; null without one. */
   get detailed() {
-    const { layer } = this.state;
-    return (layer !== null && [this.clicked, ...this.panels].find((panel) => panel.indexOf(layer) >= 0)) || null;
+    return [this.clicked, ...this.panels].find((panel) => panel.indexOf(this.state.layer) >= 0) ?? null;
   }
 
   get current() {
@@ -240,22 +214,14 @@ export class Page {
 
   // --- drawing
 
-  /** Shows the picture, or a message in place of it. */
   #show(message = null) {
     this.message = message;
     this.drawNow();
-    this.#goOn();
     document.documentElement.dataset.ready = message?.state ?? "true";
   }
 
   fail(error) {
     this.#show({ state: error instanceof NewerFormatError ? "newer" : "error", text: error.message });
-  }
-
-  /** Applies the colors at once: a printed page is not drawn again. */
-  #setTheme(theme) {
-    this.theme = theme;
-    this.drawNow();
   }
 
   /** Draws soon; many calls at once draw once. */
@@ -277,14 +243,9 @@ export class Page {
     document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
   }
 
-  /** The width of the picture's place. */
-  get width() {
-    return this.root.querySelector(".message-area").clientWidth;
-  }
-
   focusPicture() {
-    const place = Math.max(this.panels.indexOf(this.clicked), 0);
-    (this.root.querySelectorAll(".heatmap")[place] ?? this.root.querySelector(".heatmap"))?.focus();
+    const pictures = this.root.querySelectorAll(".heatmap");
+    (pictures[this.panels.indexOf(this.clicked)] ?? pictures[0])?.focus();
   }
 
   /** Moves the focus to the filter of layers, which a narrow window may hide. */
@@ -295,7 +256,6 @@ export class Page {
     input.focus();
   }
 
-  /** Scrolls to the chosen alert. */
   scrollToTop() {
     this.root.querySelector(".side").scrollTop = 0; // of the drawer
     window.scrollTo({ top: 0 });
@@ -306,14 +266,14 @@ export class Page {
     const { statistic, detailed: panel } = this;
     const { layer, step } = this.state;
     const parts = alert ? [alertAloud(alert)] : [];
-    if (this.panels.length > 1 && panel) parts.push(`${panel.name}:`);
     if (panel) {
       const index = panel.indexOf(layer);
       const field = panel.field(statistic); // undefined while it loads
       const at = field?.steps[columnAt(field.steps, step)] ?? step; // the step at which it was measured
+      const run = this.panels.length > 1 ? `${panel.name}: ` : "";
       const value = field ? `: ${formatValue(statistic, valueAt(field, index, step))}` : "";
       const of = at === step ? "" : ` (of step ${at})`;
-      parts.push(`${titleOf(panel.overview.layers[index])}, step ${step}${value}${of}`);
+      parts.push(`${run}${titleOf(panel.overview.layers[index])}, step ${step}${value}${of}`);
     }
     this.announced = parts.join(" ");
     this.draw();

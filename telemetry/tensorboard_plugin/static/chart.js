@@ -1,22 +1,15 @@
 // Curves over steps on a canvas, with their axes.
 
-import { clamp, clip, drawResumed, drawStepAxis, line, logTicks, prepare, roundTicks, setText, xOf } from "./canvas.js";
+import { clip, drawResumed, drawStep, drawStepAxis, line, prepare, setText, xOf } from "./canvas.js";
 import { columnAt } from "./field.js";
-import { formatNumber, formatStep } from "./format.js";
+import { clamp, formatNumber, formatStep, logTicks, roundTicks } from "./format.js";
 import { INFINITE_COLORS, NAN_COLORS, scaleText, usualOf } from "./scale.js";
 
 /**
+ * A curve has `steps`, ascending, and `values`; `color`, `dash` and `width` of its line; a `label`. It may
+ * have the `layer` or `run` that it is of; `isStepped`: a value lasts until the next one; `band`: low and high values
+ * of an area behind it; `raw`: values of a fainter line behind it.
  * @typedef {Object} Curve
- * @property {ArrayLike<number>} steps ascending
- * @property {ArrayLike<number>} values
- * @property {string} color
- * @property {number[]} [dash] pattern of the line
- * @property {string} label
- * @property {string} [layer] whose it is
- * @property {number} [width] of the line
- * @property {boolean} [isStepped] whether a value lasts until the next one
- * @property {ArrayLike<number>[]} [band] low and high values of an area behind it
- * @property {ArrayLike<number>} [raw] values of a fainter line behind it
  */
 
 const LEFT = 58; // room for the values, unless there is another one
@@ -57,7 +50,6 @@ export function isLog(curves) {
   return high > 50 * low;
 }
 
-/** How a chart's axis shows the values that a scale shows in colors. */
 export function axisOf(statistic, scale) {
   return {
     log: scale.log,
@@ -70,37 +62,37 @@ export function axisOf(statistic, scale) {
 /**
  * Draws curves into a canvas. NaN and infinity show in their own colors as separate marks at the upper
  * edge; values without a place on a logarithmic axis, such as zero, as marks at the lower edge.
- * @param {HTMLCanvasElement} canvas
- * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
+ * @param {Object} options `curves` (see `Curve`), `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
  *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
  *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `resumed` (steps at which
- *   the run was), `hasSteps` (whether to draw an axis of steps), `isBare` (without axes), `second` (curves with a separate scale, dashed),
- *   `secondUsual` (values that it has)
+ *   the run was), `hasSteps` (whether there is an axis of steps), `isBare` (without axes),
+ *   `second` (curves with a separate scale, dashed), `secondUsual` (values that it has)
  * @returns {Object} the plot; see `Plot`
  */
 export function drawChart(canvas, options) {
   const { theme, view, width, height, left = LEFT, right = 10, hasSteps = false, isBare = false } = options;
-  const { curves, second = [], format = formatNumber } = options;
+  const { curves, second = [], format = formatNumber, usual = [], resumed = [], marks = [] } = options;
   const context = prepare(canvas, width, height);
   const [top, below] = [isBare ? 3 : 6, hasSteps ? 16 : 0];
   const box = { x: left, y: top, width: width - left - right, height: height - 2 * top - below };
   const scale = valueScale(options);
   const secondScale = second.length && valueScale({ curves: second, view, usual: options.secondUsual });
   if (!isBare) drawValueAxis(context, theme, box, scale, format);
-  if (secondScale && right > SECOND_AXIS) drawSecondAxis(context, theme, box, secondScale);
+  if (secondScale && right > SECOND_AXIS) drawValueAxis(context, theme, box, secondScale, formatNumber, true);
   if (hasSteps) drawStepAxis(context, theme, box, view);
-  for (const value of options.usual ?? []) drawUsual(context, theme, box, yOf(scale, box, value));
   clip(context, box.x, box.y - 3, box.width, box.height + 6);
-  const drawStep = (step, color) => {
-    context.strokeStyle = color;
-    const x = xOf(box, view, step);
-    line(context, x, box.y, x, box.y + box.height);
-  };
-  drawResumed(context, theme, box, view, options.resumed ?? []);
+  context.strokeStyle = theme.usual;
+  for (const value of usual) {
+    const y = yOf(scale, box, value);
+    line(context, box.x, y, box.x + box.width, y, [6, 4]);
+  }
+  drawResumed(context, theme, box, view, resumed);
   context.globalAlpha = 0.5;
-  for (const step of options.marks ?? []) drawStep(step, theme.error);
+  context.strokeStyle = theme.error;
+  for (const step of marks) drawStep(context, box, view, step);
   context.globalAlpha = 1;
-  if (options.cursor != null) drawStep(options.cursor, theme.text);
+  context.strokeStyle = theme.text;
+  if (options.cursor != null) drawStep(context, box, view, options.cursor);
   for (const curve of second) drawCurve(context, box, view, secondScale, { ...curve, dash: DASHED });
   context.globalAlpha = FAINT;
   for (const curve of curves) {
@@ -110,10 +102,12 @@ export function drawChart(canvas, options) {
   context.globalAlpha = 1;
   for (const curve of curves) drawCurve(context, box, view, scale, curve);
   context.restore();
-  const read = (step, y) => [
-    ...markNearest(curves.map((curve) => readCurve(curve, step, format)), scale, box, y),
-    ...second.map((curve) => readCurve(curve, step, formatNumber)),
-  ];
+  const read = (step, y) => {
+    const lines = curves.map((curve) => readCurve(curve, step, format));
+    const { layer, run } = markNearest(lines, scale, box, y) ?? {};
+    const others = second.map((curve) => readCurve(curve, step, formatNumber));
+    return { step, layer, run: run?.name, lines: [...lines, ...others] };
+  };
   return { box, view, read };
 }
 
@@ -127,12 +121,14 @@ export function readCurve(curve, step, format) {
   return { ...curve, value, text: format(value, column) + of };
 }
 
-/** The same lines; the one whose curve is nearest to a height is marked. */
+/** Marks and returns the one of several lines whose curve is nearest to a height, if it is near. */
 function markNearest(lines, scale, box, y) {
   const distance = ({ value }) => Math.abs(yOf(scale, box, value) - y);
-  const nearest = lines.reduce((a, b) => (distance(b) < distance(a) ? b : a), lines[0]);
-  if (lines.length > 1 && distance(nearest) < NEAR) nearest.isNearest = true;
-  return lines;
+  if (lines.length < 2) return null;
+  const nearest = lines.reduce((a, b) => (distance(b) < distance(a) ? b : a));
+  if (!(distance(nearest) < NEAR)) return null;
+  nearest.isNearest = true;
+  return nearest;
 }
 
 function yOf({ low, high, log }, box, value) {
@@ -160,33 +156,16 @@ function valueScale({ curves, view, log = false, range, usual = [], fit = [], is
   return { low, high, log };
 }
 
-function drawValueAxis(context, theme, box, scale, format) {
-  setText(context, theme, "right", "middle");
-  context.strokeStyle = theme.line;
-  for (const { tick, y } of ticksOf(scale, box)) {
-    line(context, box.x, y, box.x + box.width, y);
-    context.fillText(format(tick), box.x - 6, y);
-  }
-}
-
-/** The scale of the dashed curves, at the right. */
-function drawSecondAxis(context, theme, box, scale) {
-  setText(context, theme, "left", "middle");
-  context.strokeStyle = theme.muted;
+/** Round values at the left with lines across; of the dashed curves at the right, with short ones. */
+function drawValueAxis(context, theme, box, scale, format, isSecond = false) {
   const right = box.x + box.width;
+  const [from, to, textAt] = isSecond ? [right, right + 4, right + 7] : [box.x, right, box.x - 6];
+  setText(context, theme, isSecond ? "left" : "right", "middle");
+  context.strokeStyle = isSecond ? theme.muted : theme.line;
   for (const { tick, y } of ticksOf(scale, box)) {
-    line(context, right, y, right + 4, y);
-    context.fillText(formatNumber(tick), right + 7, y);
+    line(context, from, y, to, y);
+    context.fillText(format(tick), textAt, y);
   }
-}
-
-/** A line at the usual value. */
-function drawUsual(context, theme, box, y) {
-  if (!(y >= box.y - 1 && y <= box.y + box.height + 1)) return;
-  context.strokeStyle = theme.usual;
-  context.setLineDash([6, 4]);
-  line(context, box.x, y, box.x + box.width, y);
-  context.setLineDash([]);
 }
 
 /** At least two ticks: one alone gives no distance. */

@@ -1,18 +1,21 @@
-// Curves of a run above and below its picture: loss and learning rates, time and memory, some layers.
+// Plots around the picture of a run: loss and learning rates, time and memory, some layers, the profile.
 
-import { clamp } from "./canvas.js";
+import { clip, drawFrame, drawTicks, line, prepare, rowAt, setText, yOf } from "./canvas.js";
 import { axisOf, drawChart, isLog, readCurve, styleOf } from "./chart.js";
-import { aligned, curveAt } from "./field.js";
-import { formatNumber } from "./format.js";
+import { aligned, columnAt, curveAt } from "./field.js";
+import { clamp, formatNumber, formatStep } from "./format.js";
+import { AXIS_HEIGHT, TOP } from "./heatmap.js";
 import { rowsByLayer } from "./rows.js";
+import { INFINITE_COLORS, NAN_COLORS, placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const STRIP_HEIGHT = 72;
+const COSTS_HEIGHT = 58;
+const GIB = 2 ** 30;
+const percent = (share) => `${Math.round(100 * share)} %`;
 
-/**
- * Loss and learning rates of a run, and in a ratio of two runs the loss of the other.
- * @returns {{loss: Object[], rates: Object[], legend: Object[]}|null} null without any
- */
-export function stripOf({ panel: { scalars, overview }, theme, mode, losses, cursor }) {
+/** The legend of loss and learning rates, in a ratio of two runs also of the other's loss, and what draws them; or null. */
+export function stripOf(shown) {
+  const { panel: { scalars, overview }, theme, mode, losses, cursor } = shown;
   const own = scalars.filter(({ kind }) => kind === "loss" || kind === "learning rate");
   const others = mode === "run" ? losses.filter((curve) => !own.includes(curve)) : [];
   const known = [...own, ...others].map((curve, i) => ({
@@ -22,14 +25,11 @@ export function stripOf({ panel: { scalars, overview }, theme, mode, losses, cur
     isStepped: curve.kind !== "loss",
   }));
   if (!known.length) return null;
-  const [loss, rates] = [true, false].map((isLoss) => known.filter(({ kind }) => (kind === "loss") === isLoss));
-  return { loss, rates, legend: withValues(known.map((curve) => readCurve(curve, cursor ?? Infinity, formatNumber))) };
-}
-
-export function drawStrip(canvas, { loss, rates }, shown) {
-  const [curves, second] = loss.length ? [loss, rates] : [rates, []];
-  const fit = loss.length ? shown.losses : [];
-  return drawChart(canvas, { ...frameOf(shown), height: STRIP_HEIGHT, curves, second, fit, log: isLog([...curves, ...fit]) });
+  const [loss, rates] = [known.filter(({ isStepped }) => !isStepped), known.filter(({ isStepped }) => isStepped)];
+  const [curves, second, fit] = loss.length ? [loss, rates, losses] : [rates, [], []];
+  const options = { ...frameOf(shown), height: STRIP_HEIGHT, curves, second, fit, log: isLog([...curves, ...fit]) };
+  const legend = withValues(known.map((curve) => readCurve(curve, cursor ?? Infinity, formatNumber)));
+  return { legend, draw: (canvas) => drawChart(canvas, options) };
 }
 
 /** Options of a chart that is level with the picture. */
@@ -44,43 +44,32 @@ function heldUntil(curve, lastStep) {
   return { ...curve, steps: [...curve.steps, lastStep], values: [...curve.values, value] };
 }
 
-/** The same curves, whose labels have their values. */
 function withValues(curves) {
   return curves.map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` }));
 }
 
-// --- costs: the share of each phase in the time of a step, stacked, and memory
-
-const COSTS_HEIGHT = 58;
-const GIB = 2 ** 30;
-const percent = (share) => `${Math.round(100 * share)} %`;
-
-/** @returns {{shares: Object[], memory: Object[], legend: Object[], title: string, line: string}|null} null without times */
-export function costsOf({ panel: { scalars }, theme, cursor }) {
+/** The same of memory and of the shares of phases in the time of a step, stacked; with one `line` that says all. */
+export function costsOf(shown) {
+  const { panel: { scalars }, theme, cursor } = shown;
   const phases = scalars.filter(({ kind }) => kind === "time");
   if (!phases.length) return null;
   const used = scalars.filter(({ kind }) => kind === "memory");
   const named = [...phases, ...used].map((curve, i) => ({ ...curve, ...styleOf(theme, i), label: nameOf(curve) }));
-  const shares = stack(named.slice(0, phases.length));
-  const memory = named.slice(phases.length).map((curve) => ({ ...curve, values: curve.values.map((bytes) => bytes / GIB) }));
-  const legend = withValues(readCosts({ shares, memory }, cursor ?? Infinity));
-  const title = memory.length ? "Time, memory (GiB)" : "Time";
-  return { shares, memory, legend, title, line: `${title}: ${legend.map(({ label }) => label).join(" · ")}` };
-}
-
-function readCosts({ shares, memory }, step) {
-  const time = (curve) => (_, i) => `${formatNumber(1000 * curve.seconds[i])} ms (${percent(curve.shares[i])})`;
-  return [
-    ...shares.map((curve) => readCurve(curve, step, time(curve))),
-    ...memory.map((curve) => readCurve(curve, step, (value) => `${formatNumber(value)} GiB`)),
+  const curves = stack(named.slice(0, phases.length));
+  const second = named.slice(phases.length).map((curve) => ({ ...curve, values: curve.values.map((bytes) => bytes / GIB) }));
+  const time = ({ seconds, shares }) => (_, i) => `${formatNumber(1000 * seconds[i])} ms (${percent(shares[i])})`;
+  const linesAt = (step) => [
+    ...curves.map((curve) => readCurve(curve, step, time(curve))),
+    ...second.map((curve) => readCurve(curve, step, (value) => `${formatNumber(value)} GiB`)),
   ];
-}
-
-export function drawCosts(canvas, costs, shown) {
-  const { shares: curves, memory: second } = costs;
-  const axes = { range: [0, 1], format: percent, secondUsual: [0] };
-  const plot = drawChart(canvas, { ...frameOf(shown), height: COSTS_HEIGHT, curves, second, ...axes });
-  return { ...plot, read: (step) => readCosts(costs, step) };
+  const axes = { height: COSTS_HEIGHT, range: [0, 1], format: percent, secondUsual: [0] };
+  const draw = (canvas) => {
+    const plot = drawChart(canvas, { ...frameOf(shown), ...axes, curves, second });
+    return { ...plot, read: (step) => ({ step, lines: linesAt(step) }) };
+  };
+  const legend = withValues(linesAt(cursor ?? Infinity));
+  const title = used.length ? "Time, memory (GiB)" : "Time";
+  return { legend, draw, title, line: `${title}: ${legend.map(({ label }) => label).join(" · ")}` };
 }
 
 /** Curves of which each begins where the one below it ends, at the steps that all have. */
@@ -119,24 +108,137 @@ export function curvesOfLayers({ panel, rows, view, theme, selection, alerts, fi
   const places = [...faulty].filter((row) => row >= first && row < end && row !== chosen).slice(0, MOST);
   places.sort((a, b) => a - b);
   if (chosen >= 0) places.push(chosen);
-  return places.map((place, i) => ({
+  const curves = places.map((place) => ({
     ...curveAt(field.steps, rowValues, rows.length, place),
-    ...styleOf(theme, i),
     width: place === chosen ? 3 : 1, // thicker ones take ten times as long
     label: rows[place].label,
     layer: panel.overview.layers[rows[place].layers[0]].name,
   }));
+  return curves.filter(({ steps }) => steps.length).map((curve, i) => ({ ...curve, ...styleOf(theme, i) }));
 }
 
-/** @param {string|null} hovered layer of a curve that is thick */
 export function drawLayerCurves(canvas, shown, hovered) {
   const { curves, spare, scale, statistic, compared } = shown;
   return drawChart(canvas, {
     ...frameOf(shown),
     height: clamp(spare - 40, ...HEIGHTS),
-    curves: curves.map((curve) => (curve.layer === hovered ? { ...curve, width: 3 } : curve)),
+    curves: curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve)),
     fit: compared?.curves ?? [],
     ...axisOf(statistic, scale),
     hasSteps: true,
   });
+}
+
+// --- the profile: the statistic over the depth at one step, next to the picture, with the range of each row
+
+const USUAL = [0.05, 0.95]; // quantiles over time that make a row's range
+const SAMPLES = 200; // columns that the range is computed from
+const MARGIN = 8;
+
+export function profileWidth(width) {
+  return width < 480 ? 0 : Math.round(clamp(width * 0.14, 100, 190));
+}
+
+/** @returns {Object|null} the plot of a run at a step; see `contentsOf` and `Plot` */
+export function drawProfile(canvas, shown, width, step) {
+  const { panel, field, rowValues, ranges: { low, high }, scale, rows, view, theme, height } = shown;
+  const context = prepare(canvas, width, height);
+  const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
+  const column = Math.max(columnAt(field.steps, step), 0);
+  drawAxis(context, theme, box, scale, field.steps[column]);
+  if (!field.steps.length) return null;
+  const rowHeight = box.height / (view.row1 - view.row0);
+  const xOf = (value) => box.x + placeOf(scale, value) * box.width;
+  const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
+  const valueOf = (row) => rowValues[column * rows.length + row];
+  const theirs = shown.compared && shown.mode !== "run" ? valuesOf(shown.compared, step) : null;
+  const otherOf = (row) => theirs.get(rows[row].label) ?? -1;
+  clip(context, 0, box.y - 1, width, box.height + 2);
+  context.fillStyle = theme.missing;
+  for (const row of visible) {
+    if (!(low[row] <= high[row])) continue;
+    const left = xOf(low[row]);
+    context.fillRect(left, yOf(box, view, row), Math.max(xOf(high[row]) - left, 1.5), rowHeight + 0.3);
+  }
+  context.strokeStyle = theme.usual;
+  for (const value of usualOf(shown.statistic, scale)) {
+    line(context, xOf(value), box.y, xOf(value), box.y + box.height, [5, 3]);
+  }
+  const drawLine = (color, dash, of) => {
+    const points = visible.map((row) => [yOf(box, view, row + 0.5), of(row)]);
+    drawPoints(context, box, color, dash, points, xOf, rowHeight);
+  };
+  if (theirs) drawLine(theme.curves[1], [3, 3], otherOf);
+  drawLine(theme.curves[0], [], valueOf);
+  context.restore();
+  const read = (_, y) => {
+    const row = rowAt(box, view, y);
+    if (y < box.y || row >= rows.length) return null;
+    const text = (value) => (value >= 0 || value !== value ? scaleText(scale, value) : "–");
+    const lines = [
+      { label: `step ${formatStep(field.steps[column])}`, text: text(valueOf(row)) },
+      ...(theirs ? [{ label: "the other run", text: text(otherOf(row)) }] : []),
+      { label: "5 % of its values are below", text: text(low[row]) },
+      { label: "95 % of its values are below", text: text(high[row]) },
+    ];
+    const { label, layers: [layer] } = rows[row];
+    return { step: field.steps[column], layer: panel.overview.layers[layer].name, title: label, lines };
+  };
+  return { box, read };
+}
+
+/** What another run has at a step, by the rows' names. */
+function valuesOf({ field, rowValues, rows }, step) {
+  const column = columnAt(field.steps, step);
+  return new Map(rows.map(({ label }, row) => [label, rowValues[column * rows.length + row]]));
+}
+
+/** A line through the values, and marks at the right for those that are none. */
+function drawPoints(context, box, color, dash, points, xOf, rowHeight) {
+  const isNumber = (value) => value >= 0 && value < Infinity;
+  context.strokeStyle = color;
+  context.lineWidth = 1.5;
+  context.setLineDash(dash);
+  context.beginPath();
+  let pen = false;
+  for (const [y, value] of points) {
+    if (isNumber(value)) context[pen ? "lineTo" : "moveTo"](xOf(value), y);
+    pen = isNumber(value) || (pen && value < 0); // a layer without the statistic is passed over
+  }
+  context.stroke();
+  context.setLineDash([]);
+  const size = clamp(rowHeight / 3, 1, 3);
+  for (const [y, value] of points) {
+    if (value < 0 || (isNumber(value) && rowHeight < 5)) continue;
+    context.beginPath();
+    if (isNumber(value)) context.arc(xOf(value), y, size, 0, 7);
+    else context.rect(box.x + box.width - 4, y - rowHeight / 2, 8, Math.max(rowHeight - 0.5, 1));
+    context.fillStyle = isNumber(value) ? color : (value === Infinity ? INFINITE_COLORS : NAN_COLORS)[0];
+    context.fill();
+  }
+}
+
+function drawAxis(context, theme, box, scale, step) {
+  setText(context, theme, "center", "bottom");
+  if (step !== undefined) context.fillText(`at step ${formatStep(step)}`, box.x + box.width / 2, box.y - 3);
+  drawFrame(context, theme, box);
+  const ends = scaleTicks(scale).filter((_, i, { length }) => i === 0 || i === length - 1);
+  drawTicks(context, theme, box, ends.map(({ place, text }) => ({ x: box.x + place * box.width, text })));
+}
+
+/** Each row's range over time, without its rarest values; NaN where nothing was measured. */
+export function rangesOf(values, columns, rowCount) {
+  const stride = Math.max(1, Math.ceil(columns / SAMPLES));
+  const buffer = new Float32Array(Math.ceil(columns / stride));
+  const [low, high] = [new Float32Array(rowCount), new Float32Array(rowCount)];
+  for (let row = 0; row < rowCount; row++) {
+    let count = 0;
+    for (let column = 0; column < columns; column += stride) {
+      const value = values[column * rowCount + row];
+      if (value >= 0 && value < Infinity) buffer[count++] = value;
+    }
+    const sorted = buffer.subarray(0, count).sort();
+    [low[row], high[row]] = USUAL.map((share) => (count ? sorted[Math.round(share * (count - 1))] : NaN));
+  }
+  return { low, high };
 }

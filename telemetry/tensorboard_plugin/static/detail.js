@@ -1,8 +1,8 @@
 // Everything about one layer: its statistics at a step and over time, histograms, pictures, alerts.
 
-import { chooseAlert, close, listOnsets, moveStep, select } from "./actions.js";
+import { chooseAlert, close, listOnsets, moveStep } from "./actions.js";
 import { axisOf, drawChart, styleOf } from "./chart.js";
-import { drawHistogram, drawUnits, quantilesOf, shareOfZeros, unitsText } from "./distribution.js";
+import { drawHistogram, drawUnits, quantilesOf, unitsText, zeroText } from "./distribution.js";
 import { columnAt } from "./field.js";
 import { alertTitle, capital, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
 import { CurveLegend, DropDown, Enlarged, Letter, Plot, useAnswer } from "./parts.js";
@@ -12,21 +12,17 @@ import { makeScale } from "./scale.js";
 
 const DELAY_MS = 120;
 const MAX_CURVES = 4;
-const CONVOLUTION = /^Conv/;
-const KEPT_PICTURES = 10; // by TensorBoard's default
 const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 /** The data of a layer in a run; its curves in all runs that are shown and have it. */
 async function readLayer(source, panel, panels, layer) {
-  const parts = await Promise.allSettled([
+  const [histograms, images, units, ...groups] = await Promise.all([
     source.histograms(panel.name, layer),
     source.images(panel.name, layer),
-    source.units?.(panel.name, layer),
+    source.units(panel.name, layer),
     ...panels.map((known) => (known.indexOf(layer) < 0 ? null : source.layer(known.name, layer))),
   ]);
-  const [histograms, images, units, ...groups] = parts.map(({ value }) => value ?? null);
-  const failed = parts.find(({ status }) => status === "rejected");
-  return { histograms, images, units, groups, failure: failed?.reason.message };
+  return { histograms, images, units, groups };
 }
 
 export function Detail({ page }) {
@@ -41,12 +37,11 @@ export function Detail({ page }) {
     <${Heading} ...${shown} />
     ${hasSteps && html`<${UntrainedNote} layer=${layer} group=${groups[panels.indexOf(panel)]} />`}
     ${!data && html`<p class="muted">Loading…</p>`}
-    ${data?.failure && html`<p class="failure">${data.failure}</p>`}
+    ${data?.error && html`<p class="failure">${data.error.message}</p>`}
     ${data?.histograms?.length > 0 && html`<${Histograms} ...${shown} />`}
     ${data?.images?.map((picture) => html`<${Pictures} ...${shown} ...${picture} key=${picture.tag} />`)}
     ${data?.units?.count > 0 && html`<${Units} ...${shown} />`}
     ${groups.some(Boolean) && html`<${Curves} ...${shown} /><${Statistics} ...${shown} />`}
-    ${data?.images?.length === 0 && CONVOLUTION.test(layer.type) && html`<${NearestPictures} ...${shown} />`}
   </section>`;
 }
 
@@ -126,7 +121,6 @@ function Statistics({ page, groups, statistic, step, theme, view }) {
   </table>`;
 }
 
-/** A small curve of each run, without axes. */
 function Spark({ curves, theme, step: cursor, ...options }) {
   const node = useRef();
   const size = { width: curves.length > 1 ? 64 : 96, height: 20, left: 0, right: 0, isBare: true };
@@ -197,7 +191,6 @@ function Histograms({ page, data: { histograms }, theme, view, step }) {
   </div>`;
 }
 
-/** A histogram over all its steps, the bars of one, and that one's quantiles. */
 function LargeHistogram({ histogram, theme, index }) {
   const { steps } = histogram;
   const view = { step0: steps[0], step1: Math.max(steps.at(-1), steps[0] + 1) };
@@ -211,22 +204,6 @@ function LargeHistogram({ histogram, theme, index }) {
       ${cells("th", ["share below", ...QUANTILES.map((share) => `${formatNumber(100 * share)} %`)])}
       ${cells("td", ["value", ...quantilesOf(histogram, index, QUANTILES).map(formatNumber)])}
     </tbody></table>`;
-}
-
-/** The share of a step's values that are exactly zero, drawn as a separate bar; "" without any. */
-function zeroText(histogram, index) {
-  const share = shareOfZeros(histogram, index);
-  return share > 0 ? `Exactly zero: ${formatNumber(100 * share)} %, a separate bar.` : "";
-}
-
-/** A way to the layer with pictures that is nearest in forward order. */
-function NearestPictures({ page, panel, layer }) {
-  const { layers } = panel.overview;
-  const distance = (other) => Math.abs(layers.indexOf(other) - layers.indexOf(layer));
-  const [nearest] = layers.filter(({ hasPictures }) => hasPictures).sort((a, b) => distance(a) - distance(b));
-  if (!nearest) return html`<p class="muted">No layer of this run has pictures.</p>`;
-  return html`<p class="muted">Nearest layer with pictures:${" "}
-    <button class="link" onclick=${() => select(page, nearest.name, page.state.step)}>${titleOf(nearest)}</button></p>`;
 }
 
 /** Pictures of a kind: a strip over steps, and one of them enlarged. */
@@ -244,13 +221,9 @@ function Pictures({ page: { source }, panel, step, kind, name, tag, steps, maps 
   const frame = (at, index) => html`<button aria-label="Enlarge ${kind} of ${name} at step ${at}"
     aria-current=${index === nearest ? "true" : null} onclick=${() => setLarge(index)}>
     <img src=${urlOf(at)} alt="" loading="lazy" />${formatStep(at)}</button>`;
-  // TensorBoard keeps a random sample of more: then steps are not evenly spaced.
-  const gaps = new Set(steps.slice(1).map((at, i) => at - steps[i]));
-  const isSample = source.isLive && steps.length === KEPT_PICTURES && gaps.size > 1;
   return html`<div class="pictures">
     <h3>${title}<button class="enlarge" onclick=${() => setLarge(nearest)}>Enlarge</button></h3>
     <div class="film" ref=${film}>${steps.map(frame)}</div>
-    ${isSample && html`<p class="muted">TensorBoard keeps ${KEPT_PICTURES} steps of a picture, more with --samples_per_plugin images=100.</p>`}
     ${large !== null && html`<${Enlarged} title="${title} of ${name}" steps=${steps} index=${large} onClose=${() => setLarge(null)}>
       ${(at) => html`<${LargePicture} url=${urlOf(steps[at])} alt="${kind} at step ${steps[at]}" maps=${maps} />`}
     <//>`}

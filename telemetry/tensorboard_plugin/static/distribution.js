@@ -1,8 +1,8 @@
 // How the numbers of a layer are distributed: histograms over time, and the extremes of its units.
 
-import { clamp, clip, drawFrame, drawStepAxis, line, prepare, rowAt, setText, xOf, yOf } from "./canvas.js";
+import { clip, drawFrame, drawStep, drawStepAxis, line, prepare, rowAt, setText, xOf, yOf } from "./canvas.js";
 import { columnAt } from "./field.js";
-import { formatNumber, formatStep } from "./format.js";
+import { clamp, formatNumber, formatStep } from "./format.js";
 import { paintIn } from "./heatmap_pixels.js";
 import { encode, makeScale } from "./scale.js";
 
@@ -12,12 +12,7 @@ const BARS_GAP = 12;
 const LABEL_GAP = 20;
 const SHADES = { diverging: false, log: false, low: 0, high: 1 };
 
-/**
- * @param {HTMLCanvasElement} canvas
- * @param {Object} histogram `steps`, `edges`, `shares`, `zeroBin`
- * @param {Object} options `view`, `theme`, `width`, `height`, `step`
- * @returns {Object} the plot; see `Plot`
- */
+/** @returns {Object} the plot of a histogram, which has `steps`, `edges`, `shares`, `zeroBin`; see `Plot` */
 export function drawHistogram(canvas, histogram, { view, theme, width, height, step }) {
   const { steps } = histogram;
   const context = prepare(canvas, width, height);
@@ -30,8 +25,9 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   clip(context, box.x, box.y, box.width, box.height);
   drawQuantiles(context, box, histogram, view);
   context.restore();
-  drawCursor(context, theme, box, view, steps[column]);
-  drawValueAxis(context, theme, box, histogram, bins);
+  context.strokeStyle = theme.text;
+  drawStep(context, box, view, steps[column]);
+  drawValueAxis(context, theme, box, histogram);
   drawStepAxis(context, theme, box, view);
   drawBars(context, theme, box, bars, histogram, bins, column);
   // The bars show one step, independent of the pointer.
@@ -51,9 +47,10 @@ function largestShare(shares, bins, zeroBin) {
   return shares.reduce((most, share, i) => (i % bins === zeroBin ? most : Math.max(most, share)), 1e-9);
 }
 
-/** The share of exact zeros at a step; 0 without zeros. */
-export function shareOfZeros({ edges, shares, zeroBin }, column) {
-  return zeroBin === null ? 0 : shares[column * (edges.length - 1) + zeroBin];
+/** The share of a step's values that are exactly zero, drawn as a separate bar; "" without any. */
+export function zeroText({ edges, shares, zeroBin }, column) {
+  const share = zeroBin === null ? 0 : shares[column * (edges.length - 1) + zeroBin];
+  return share > 0 ? `Exactly zero: ${formatNumber(100 * share)} %, a separate bar.` : "";
 }
 
 function readBin({ steps, edges, shares, zeroBin }, bins, column, bin) {
@@ -90,7 +87,6 @@ function shadesOf({ shares, zeroBin }, bins) {
   return encode(SHADES, shades);
 }
 
-/** The median and the ends of the middle 90 % over time. */
 function drawQuantiles(context, box, histogram, view) {
   const { steps, edges } = histogram;
   const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column, [0.05, 0.5, 0.95])]);
@@ -106,12 +102,6 @@ function drawQuantiles(context, box, histogram, view) {
     }
   }
   context.lineWidth = 1;
-}
-
-function drawCursor(context, theme, box, view, step) {
-  const x = xOf(box, view, step);
-  context.fillStyle = theme.text;
-  if (x >= box.x && x <= box.x + box.width) context.fillRect(x - 0.5, box.y, 1, box.height);
 }
 
 function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column) {
@@ -130,7 +120,6 @@ function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column)
   context.fillText(`${formatNumber(100 * largest)} %`, left + width, box.y + box.height + 6);
 }
 
-/** The place of a value on the axis, 0 to 1. */
 function placeIn(edges, value) {
   const above = Math.max(edges.findIndex((edge) => edge >= value), 1);
   const part = (value - edges[above - 1]) / (edges[above] - edges[above - 1]);
@@ -153,19 +142,15 @@ function roundEdges(edges, height) {
   return found;
 }
 
-function drawValueAxis(context, theme, box, { edges, zeroBin }, bins) {
+function drawValueAxis(context, theme, box, { edges, zeroBin }) {
   setText(context, theme, "right", "middle");
   drawFrame(context, theme, box);
   const yAt = (place) => box.y + (1 - place) * box.height;
   for (const { value, place } of roundEdges(edges, box.height)) {
     context.fillText(formatNumber(value), box.x - 6, yAt(place));
   }
-  const zero = edges.findIndex((edge) => edge >= 0);
-  if (edges[0] >= 0 || zero <= 0 || zeroBin !== null) return;
-  const y = yAt((zero - edges[zero] / (edges[zero] - edges[zero - 1])) / bins);
-  context.setLineDash([2, 3]);
-  line(context, box.x, y, box.x + box.width, y);
-  context.setLineDash([]);
+  const hasZeroLine = zeroBin === null && edges[0] < 0 && edges.at(-1) > 0;
+  if (hasZeroLine) line(context, box.x, yAt(placeIn(edges, 0)), box.x + box.width, yAt(placeIn(edges, 0)), [2, 3]);
 }
 
 // --- units, or channels: how large each gets, which are dead or saturated
@@ -173,12 +158,7 @@ function drawValueAxis(context, theme, box, { edges, zeroBin }, bins) {
 const ROW_HEIGHTS = [3, 14]; // of a unit
 const HEIGHTS = [40, 200];
 
-/**
- * @param {HTMLCanvasElement} canvas
- * @param {Object} units `steps`, `count`, `extremes`, and `dead`, `saturated` as texts of each step
- * @param {Object} options `view`, `theme`, `width`, `step`
- * @returns {Object} the plot; see `Plot`
- */
+/** @returns {Object} the plot of units, which have `steps`, `count` and `extremes`; see `Plot` */
 export function drawUnits(canvas, units, { view, theme, width, step }) {
   const { steps, count, extremes } = units;
   const [least, most] = ROW_HEIGHTS.map((height) => count * height);
@@ -196,7 +176,8 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
     context.fillText(String(unit), box.x - 6, y);
   }
   drawStepAxis(context, theme, box, view);
-  drawCursor(context, theme, box, view, steps[Math.max(columnAt(steps, step ?? Infinity), 0)]);
+  context.strokeStyle = theme.text;
+  drawStep(context, box, view, steps[Math.max(columnAt(steps, step ?? Infinity), 0)]);
   const read = (at, y) => {
     const unit = clamp(rowAt(box, rows, y), 0, count - 1);
     const column = Math.max(columnAt(steps, at), 0);

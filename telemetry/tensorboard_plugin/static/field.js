@@ -1,20 +1,14 @@
 // One statistic of all layers at all steps, and the same relative to medians.
 
 /**
+ * A field has `steps`, the first one of each column, ascending; `values`, column after column, −1 where not
+ * measured; the number of `rows`, and the `firstLayer` of the first one. A reduced one has several layers
+ * behind a row, `layerFactor`, or measured steps behind a column, `stepFactor`; `isAll`: there is no more detail.
  * @typedef {Object} Field
- * @property {Float64Array} steps first step of each column, ascending
- * @property {Float32Array} values column after column; −1: not measured
- * @property {number} rows in each column
- * @property {number} firstLayer of the first row
- * @property {number} layerFactor layers behind a row
- * @property {number} stepFactor measured steps behind a column
- * @property {boolean} sampled whether steps were omitted
- * @property {boolean} [isAll] whether the server has no more detail
  */
 
-/** Whether a field shows less than was measured. */
 export function isThinned(field) {
-  return field.sampled || field.layerFactor > 1 || field.stepFactor > 1;
+  return field.layerFactor > 1 || field.stepFactor > 1;
 }
 
 /** @returns {Field} the columns of both; those of `newer` follow */
@@ -22,10 +16,7 @@ export function append(field, newer) {
   const values = new Float32Array(field.values.length + newer.values.length);
   values.set(field.values);
   values.set(newer.values, field.values.length);
-  const steps = new Float64Array(field.steps.length + newer.steps.length);
-  steps.set(field.steps);
-  steps.set(newer.steps, field.steps.length);
-  return { ...field, steps, values };
+  return { ...field, steps: Float64Array.from([...field.steps, ...newer.steps]), values };
 }
 
 /** Row of a layer, −1 if the field does not reach it. */
@@ -46,7 +37,6 @@ export function columnAt(steps, step) {
   return low - 1;
 }
 
-/** Layers with at least one value. */
 export function measuredLayers(field) {
   const found = new Set();
   for (let row = 0; row < field.rows; row++) {
@@ -71,10 +61,6 @@ export function valueAt(field, layer, step) {
  * for all of its layers: NaN before infinity before numbers before zero; of the numbers the largest
  * or, relative to a median, the one farthest from it.
  * @param {Float32Array} values of the field's rows, measured or relative
- * @param {Field} field
- * @param {import("./rows.js").Row[]} rows
- * @param {{diverging: boolean, log: boolean}} scale
- * @returns {Float32Array}
  */
 export function valuesOfRows(values, field, rows, scale) {
   const result = new Float32Array(field.steps.length * rows.length).fill(-1);
@@ -131,12 +117,8 @@ function medians(field, mode, log) {
 }
 
 /**
- * Values relative to medians: ratios where magnitudes count, else 1 + difference.
- * @param {Field} field
- * @param {Field} whole where the medians come from; `field` may be a part of it
- * @param {string} mode
- * @param {boolean} log
- * @returns {Float32Array}
+ * Values relative to medians of the whole, of which a field may be a part: ratios where magnitudes
+ * count, else 1 + difference.
  */
 export function relativeValues(field, whole, mode, log) {
   const reference = medians(whole, mode, log);
@@ -155,13 +137,7 @@ export function relativeValues(field, whole, mode, log) {
 
 /**
  * Values relative to those of another run, at the step that holds there; infinite where that has 0,
- * NaN where one is NaN, −1 where one has none.
- * @param {Field} field
- * @param {{name: string}[]} layers behind it
- * @param {Field} other
- * @param {{name: string}[]} others layers behind that; the same layer has the same name
- * @param {boolean} log
- * @returns {Float32Array}
+ * NaN where one is NaN, −1 where one has none. The same layer has the same name in both.
  */
 export function relativeToRun(field, layers, other, others, log) {
   const result = new Float32Array(field.values.length).fill(-1);
@@ -187,18 +163,13 @@ export function relativeToRun(field, layers, other, others, log) {
 
 const ROUNDING = 1e-3; // of a ratio of two float32
 
-/**
- * The first step at which values relative to another run are not 1.
- */
+/** The first step at which values relative to another run are not 1. */
 export function firstDifference(field, values) {
   const differs = (value) => value !== value || (value >= 0 && Math.abs(value - 1) > ROUNDING);
   return firstWhere(field, values, differs);
 }
 
-/**
- * The first column with a value that passes a test.
- * @returns {{column: number, step: number, rows: number[]}|null} and the rows of these values
- */
+/** The first column with a value that passes a test, its step, and the rows of these values; or null. */
 function firstWhere({ rows, steps }, values, test) {
   const index = values.findIndex(test);
   if (index < 0) return null;
@@ -207,11 +178,7 @@ function firstWhere({ rows, steps }, values, test) {
   return { column, step: steps[column], rows: [...own.keys()].filter((row) => test(own[row])) };
 }
 
-/**
- * The first column that holds NaN or infinity.
- * @returns {{column: number, step: number, rows: number[], share: number}|null} the rows that hold
- *   it, and the share of the columns that do, from there on
- */
+/** The first column that holds NaN or infinity, its step and rows, and the `share` of the columns that do; or null. */
 export function firstNonfinite(field) {
   const { values, rows, steps } = field;
   const isNonfinite = (value) => !(value < Infinity);
@@ -224,14 +191,9 @@ export function firstNonfinite(field) {
 
 /** The measured values of a row over time. */
 export function curveAt(steps, values, rowCount, row) {
-  const curve = { steps: [], values: [] };
-  steps.forEach((step, column) => {
-    const value = row < 0 ? -1 : values[column * rowCount + row];
-    if (value < 0) return;
-    curve.steps.push(step);
-    curve.values.push(value);
-  });
-  return curve;
+  const valueIn = (column) => (row < 0 ? -1 : values[column * rowCount + row]);
+  const measured = [...steps.keys()].filter((column) => !(valueIn(column) < 0));
+  return { steps: measured.map((column) => steps[column]), values: measured.map(valueIn) };
 }
 
 /** The steps that all curves have, and the values of the curves at each. */

@@ -1,4 +1,9 @@
-// Numbers and alerts as people read them.
+// Numbers, ticks of axes and alerts as people read them.
+
+/** A number, or the end of a range that is nearest to it; the lower end of a range without room. */
+export function clamp(value, low, high) {
+  return Math.max(Math.min(value, high), low);
+}
 
 /** Three digits; powers of ten far from 1. */
 export function formatNumber(value) {
@@ -6,9 +11,8 @@ export function formatNumber(value) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e5 || size < 1e-3) return shorten(value.toExponential(2)).replace("e+", "e");
-  if (size >= 100) return String(Math.round(value));
-  return shorten(value.toPrecision(3));
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(2).split("e").map(Number).join("e");
+  return String(size >= 100 ? Math.round(value) : Number(value.toPrecision(3)));
 }
 
 /** A value of a statistic: shares in percent. */
@@ -23,9 +27,33 @@ export function formatStep(step) {
   return String(Math.round(step)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
 }
 
-/** Without zeros at the end of the fraction; those of an exponent stay. */
-function shorten(text) {
-  return text.replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
+/** Round numbers between two ends, at most `count` or so. */
+export function roundTicks(low, high, count, whole) {
+  const rough = (high - low) / Math.max(count, 1);
+  if (!(rough > 0) || !Number.isFinite(rough)) return [];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const round = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const stride = whole ? Math.max(1, Math.round(round)) : round;
+  const first = Math.ceil(low / stride - 1e-9);
+  const last = Math.floor(high / stride + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * stride);
+}
+
+/**
+ * Round numbers between two positive ones, at most `count` or so: powers of ten, or with twos and
+ * fives between them where there are few.
+ */
+export function logTicks(low, high, count) {
+  const first = Math.floor(Math.log10(low));
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - first + 1 }, (_, i) => first + i);
+  const isInside = (tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9);
+  const ticksAt = (power, digits) => digits.map((digit) => Number(`${digit}e${power}`)).filter(isInside);
+  const inside = (...digits) => powers.flatMap((power) => ticksAt(power, digits));
+  const tens = inside(1);
+  const eachNth = tens.map((_, i) => tens.filter((_, at) => at % (i + 1) === 0));
+  const choices = [inside(1, 2, 5), inside(1, 3), ...eachNth];
+  const fitting = choices.find((ticks) => ticks.length >= 2 && ticks.length <= Math.max(count, 2));
+  return fitting ?? roundTicks(low, high, count, false).filter((tick) => tick > 0);
 }
 
 export function capital(text) {
@@ -39,7 +67,6 @@ export function alertTitle({ kind, stage, consequences }) {
   return kindTitle(kind) + (stage === "resolved" ? ", resolved" : now);
 }
 
-/** A kind of fault and its layer, within a sentence. */
 export function faultText({ kind, module_name: layer }) {
   return kindText(kind) + (layer ? ` in ${layer}` : "");
 }
@@ -48,7 +75,6 @@ function kindText(kind) {
   return kind === "nonfinite" ? "NaN or infinity" : kind.replaceAll("_", " ");
 }
 
-/** A kind of alert as a title. */
 export function kindTitle(kind) {
   return capital(kindText(kind));
 }

@@ -2,18 +2,18 @@
 
 import { selectIn, toggleFold, unzoom, zoomTo } from "./actions.js";
 import {
-  clamp, clip, drawFrame, drawResumed, drawStepAxis, fitText, isInside, line, prepare, rowAt, setText, stepAt, xOf,
+  clip, drawFrame, drawResumed, drawShape, drawStepAxis, fitText, isInside, line, prepare, rowAt, setText, stepAt, xOf,
   yOf,
 } from "./canvas.js";
 import { columnAt, endOf, rowOf, valueAt } from "./field.js";
-import { formatStep, formatValue } from "./format.js";
+import { clamp, formatStep, formatValue } from "./format.js";
 import { paintIn } from "./heatmap_pixels.js";
-import { crosshair, moveHair, point } from "./parts.js";
+import { moveHair, point, usePointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { bracketsOf, rowOfLayer, rowsByLayer, titleOf } from "./rows.js";
 import { encode, scaleText } from "./scale.js";
 import { memo } from "./state.js";
-import { panView, scaleView } from "./view.js";
+import { panView, scaleView, viewOf } from "./view.js";
 
 export const AXIS_HEIGHT = 24;
 export const TOP = 18;
@@ -25,24 +25,12 @@ const LEAST_MARK = 7; // pixels of the mark of a selected cell
 const MARKS = {
   error: [[0, -6], [6, 0], [0, 6], [-6, 0]],
   warning: [[0, -6], [6, 5], [-6, 5]],
+  note: [[-2, -4], [2, -4], [4, -2], [4, 2], [2, 4], [-2, 4], [-4, 2], [-4, -2]],
 };
-
-/**
- * @typedef {Object} View visible part; rows and steps may be fractions
- * @property {number} step0
- * @property {number} step1
- * @property {number} row0
- * @property {number} row1
- */
 
 const codesOf = memo((rowValues, scale) => encode(scale, rowValues));
 
-/**
- * Draws the picture.
- * @param {HTMLCanvasElement} canvas
- * @param {Object} shown of a run; see `contentsOf`
- * @returns {Object} the same with what lies where: `box`, `brackets` and rows of layers
- */
+/** Draws a run; see `contentsOf`. @returns {Object} the same with what lies where: `box`, `brackets` and rows of layers */
 function drawHeatmap(canvas, shown) {
   const { field, rows, rowValues, view, scale, theme, height, gutter, grouping } = shown;
   const width = shown.width - shown.rightOf;
@@ -77,14 +65,9 @@ function drawBracket({ context, box, view, theme }, { depth, first, last }) {
   if (bottom < box.y || top > box.y + box.height) return;
   context.strokeStyle = context.fillStyle = theme.muted;
   context.lineWidth = 1.5;
-  context.globalAlpha = 0.7;
   line(context, x, top, x, Math.max(bottom, top + 1));
-  context.globalAlpha = 1;
   if (bottom - top < 8) return;
-  const y = Math.max(top, box.y);
-  context.beginPath();
-  for (const [dx, dy] of [[-4, 0], [4, 0], [0, 6]]) context.lineTo(x + dx, y + dy);
-  context.fill();
+  drawShape(context, x, Math.max(top, box.y), [[-4, 0], [4, 0], [0, 6]]);
 }
 
 /** Names as they fit: the selected row's, those with alerts, the ends, then evenly spread ones. */
@@ -122,12 +105,8 @@ function drawAlert({ context, box, view, theme, rowOf: rowOfAlert }, { severity,
   const row = rowOfAlert.get(layer);
   const [x, y] = [xOf(box, view, step), row === undefined ? box.y : yOf(box, view, row + 0.5)];
   if (x < box.x - 1 || x > box.x + box.width + 1 || y < box.y - 1 || y > box.y + box.height + 1) return;
-  context.beginPath();
-  if (severity === "note") context.arc(x, y, 4, 0, 2 * Math.PI);
-  else for (const [dx, dy] of MARKS[severity]) context.lineTo(x + dx, y + dy);
-  context.closePath();
   context.fillStyle = theme[severity];
-  context.fill();
+  drawShape(context, x, y, MARKS[severity]);
   context.lineWidth = 1.5;
   context.strokeStyle = "#ffffff";
   context.stroke();
@@ -138,8 +117,8 @@ function drawSelection({ context, box, view, field: { steps }, theme, selection,
   const row = rowOfSelected.get(selection.layer);
   const column = Math.max(columnAt(steps, selection.step), 0);
   const next = steps[column + 1] ?? endOf(steps);
-  if (row === undefined || row + 1 <= view.row0 || row >= view.row1) return;
-  if (next <= view.step0 || steps[column] >= view.step1) return;
+  const isInView = row < view.row1 && row + 1 > view.row0 && steps[column] < view.step1 && next > view.step0;
+  if (!isInView) return;
   const left = clamp(xOf(box, view, steps[column]), box.x - 3, box.x + box.width);
   const right = clamp(xOf(box, view, next), left, box.x + box.width);
   const [top, bottom] = [yOf(box, view, row), yOf(box, view, row + 1)];
@@ -187,6 +166,8 @@ function describe({ panel, field, rows, values, scale, statistic }, { row, layer
   const next = field.steps[column + 1];
   const until = next > step + 1 ? `, next measured at ${formatStep(next)}` : "";
   return {
+    step,
+    layer: layer.name,
     title: folded ? `${folded} (${type}; here ${titleOf(layer)})` : titleOf(layer),
     parts: html`<span>${layer.type} · step ${formatStep(step)}${until}</span>
       <span class=${Number.isFinite(value) ? "" : "nonfinite"}>
@@ -206,7 +187,7 @@ export function HeatMap({ page, shown }) {
   const [node, canvas, stepHair, rowHair] = [useRef(), useRef(), useRef(), useRef()];
   const own = useRef({ map: null, pointer: null, drag: null }).current;
   const [rectangle, setRectangle] = useState(null); // that is being dragged
-  const at = crosshair.use();
+  const at = usePointed();
   useLayoutEffect(() => {
     own.map = drawHeatmap(canvas.current, shown);
     node.current.dataset.plot = Object.values(own.map.box).join(",");
@@ -215,42 +196,34 @@ export function HeatMap({ page, shown }) {
   useLayoutEffect(() => {
     if (!at) own.pointer = null; // such as after scrolling
     const { box } = own.map;
-    const row = at?.layer != null ? rowOfLayer(rows, panel.indexOf(at.layer)) : -1;
+    const row = rowOfLayer(rows, panel.indexOf(at?.layer));
     const isIn = at && at.step >= view.step0 && at.step <= view.step1;
     moveHair(stepHair.current, isIn && { left: xOf(box, view, at.step), top: box.y, height: box.height });
     const isRowIn = row >= 0 && row + 0.5 >= view.row0 && row + 0.5 <= view.row1;
     moveHair(rowHair.current, isRowIn && { left: box.x, top: yOf(box, view, row + 0.5), width: box.width });
   }, [at, shown]);
-  const pixels = ({ x, y, width, height }) => ({ left: x, top: y, width, height });
   return html`<div class="heatmap" ref=${node} tabindex="0" role="application" aria-label="Layers over steps"
     ...${handlersOf(page, own, rectangle, setRectangle)}>
     <canvas class="cells" ref=${canvas} />
     <i class="hair" ref=${stepHair} /><i class="hair row" ref=${rowHair} />
-    ${rectangle && html`<i class="rectangle" style=${pixels(rectangle)} />`}
+    ${rectangle && html`<i class="rectangle" style=${rectangle} />`}
   </div>`;
 }
 
 /** Moves crosshair and tooltip to the cell under the pointer, or to the name of a group. */
-function hover(page, { map, pointer: [x, y] }, node) {
-  const { left, top } = node.getBoundingClientRect();
-  const place = { x: left + x, y: top + y };
-  const [cell, group] = [cellAt(map, x, y), groupAt(map, x, y)];
+function hover(page, { map, pointer: { clientX, clientY, offsetX, offsetY } }, node) {
+  const place = { x: clientX, y: clientY };
+  const [cell, group] = [cellAt(map, offsetX, offsetY), groupAt(map, offsetX, offsetY)];
   node.style.cursor = group !== null ? "pointer" : cell ? "crosshair" : "default";
   if (group !== null) {
     const what = page.state.folded.has(group) ? "click to unfold" : "click to fold";
-    return point(null, { ...place, title: group, parts: html`<span>${what}</span>` });
+    return point({ ...place, title: group, parts: html`<span>${what}</span>` });
   }
-  if (!cell) return point(null);
-  const { name } = map.panel.overview.layers[cell.layer];
-  point({ step: cell.step, layer: name }, { ...place, ...describe(map, cell) });
+  point(cell && { ...place, ...describe(map, cell) });
 }
 
-/** @param {Object} own `map`: what is drawn; `pointer`: where it is; `drag`: where one began */
+/** @param {Object} own `map`: what is drawn; `pointer`: its last event; `drag`: where one began */
 function handlersOf(page, own, rectangle, setRectangle) {
-  const place = ({ clientX, clientY, currentTarget }) => {
-    const { left, top } = currentTarget.getBoundingClientRect();
-    return [clientX - left, clientY - top];
-  };
   const pan = (dx, dy) => {
     const { width, height } = own.map.box;
     zoomTo(page, panView(page.view(), dx / width, dy / height, page.whole()));
@@ -262,7 +235,7 @@ function handlersOf(page, own, rectangle, setRectangle) {
   return {
     onpointerdown(event) {
       if (event.button !== 0) return;
-      const [x, y] = place(event);
+      const { offsetX: x, offsetY: y } = event;
       const group = groupAt(own.map, x, y);
       if (group !== null) return toggleFold(page, group);
       own.drag = { x, y, isPanning: event.shiftKey };
@@ -270,8 +243,8 @@ function handlersOf(page, own, rectangle, setRectangle) {
     },
     onpointermove(event) {
       const start = own.drag;
-      const [x, y] = place(event);
-      own.pointer = start ? null : [x, y];
+      const { offsetX: x, offsetY: y } = event;
+      own.pointer = start ? null : event;
       if (!start) return hover(page, own, event.currentTarget);
       start.hasMoved ||= Math.abs(x - start.x) > CLICK || Math.abs(y - start.y) > CLICK;
       if (!start.hasMoved) return;
@@ -284,7 +257,7 @@ function handlersOf(page, own, rectangle, setRectangle) {
       const { drag: start, map: { box, view, rows, panel } } = own;
       if (!start) return;
       end();
-      if (rectangle) return zoomTo(page, viewOf(box, view, rectangle));
+      if (rectangle) return zoomTo(page, viewIn(rectangle, box, view));
       if (start.hasMoved) return;
       const cell = cellAt(own.map, start.x, start.y);
       const row = start.x < box.x ? rows[rowAt(box, view, start.y)] : null;
@@ -304,24 +277,25 @@ function handlersOf(page, own, rectangle, setRectangle) {
       event.preventDefault();
       if (!isZooming) return pan(event.deltaX, event.deltaY);
       const { box } = own.map;
-      const [x, y] = place(event);
-      const [atX, atY] = [(x - box.x) / box.width, (y - box.y) / box.height];
-      zoomTo(page, scaleView(page.view(), Math.exp(event.deltaY / 300), atX, atY));
+      const [x, y] = [(event.offsetX - box.x) / box.width, (event.offsetY - box.y) / box.height];
+      zoomTo(page, scaleView(page.view(), Math.exp(event.deltaY / 300), x, y));
     },
   };
 }
 
 /** The rectangle between two places inside of a box; over all of it in a direction in which it is thin; or null. */
-function rectangleOf(box, start, x, y) {
-  const [left, right] = [start.x, x].sort((a, b) => a - b).map((at) => clamp(at, box.x, box.x + box.width));
-  const [top, bottom] = [start.y, y].sort((a, b) => a - b).map((at) => clamp(at, box.y, box.y + box.height));
-  const across = right - left < THIN ? { x: box.x, width: box.width } : { x: left, width: right - left };
-  const down = bottom - top < THIN ? { y: box.y, height: box.height } : { y: top, height: bottom - top };
-  return across.width === box.width && down.height === box.height ? null : { ...across, ...down };
+function rectangleOf(box, start, endX, endY) {
+  const between = (one, other, first, length) => {
+    const [low, high] = [Math.min(one, other), Math.max(one, other)].map((at) => clamp(at, first, first + length));
+    return high - low < THIN ? [first, length] : [low, high - low];
+  };
+  const [left, width] = between(start.x, endX, box.x, box.width);
+  const [top, height] = between(start.y, endY, box.y, box.height);
+  return width === box.width && height === box.height ? null : { left, top, width, height };
 }
 
-/** The part of the picture inside of a rectangle, to whole rows. */
-function viewOf(box, view, { x, y, width, height }) {
-  const [step0, step1] = [x, x + width].map((at) => stepAt(box, view, at));
-  return { step0, step1, row0: rowAt(box, view, y + EDGE), row1: rowAt(box, view, y + height - EDGE) + 1 };
+/** The part of a view inside of a rectangle, to whole rows. */
+function viewIn({ left, top, width, height }, box, view) {
+  const steps = [left, left + width].map((x) => stepAt(box, view, x));
+  return viewOf(steps, [rowAt(box, view, top + EDGE), rowAt(box, view, top + height - EDGE) + 1]);
 }

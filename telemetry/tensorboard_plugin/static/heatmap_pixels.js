@@ -31,16 +31,7 @@ export function paintIn(context, box, codes, { steps, rowCount, view, scale, mis
   context.putImageData(image, x, y);
 }
 
-/**
- * Fills an image with the visible part of the picture.
- * @param {ImageData} image
- * @param {Float64Array} steps first step of each column
- * @param {Uint8Array} codes of the rows' values, column after column
- * @param {Uint32Array} colors of each code
- * @param {number} rowCount
- * @param {{step0: number, step1: number, row0: number, row1: number}} view
- * @param {boolean} diverging
- */
+/** Fills an image with the visible part of the picture. `colors` are those of each code. */
 function paint(image, steps, codes, colors, rowCount, view, diverging) {
   const { width, height } = image;
   const pixels = new Uint32Array(image.data.buffer);

@@ -12,15 +12,9 @@ let lastEntry = -Infinity;
 export function onReload(callback) {
   if (window.parent === window) return;
   const { port1, port2 } = new MessageChannel();
-  port1.onmessage = (event) => {
-    let message;
-    try {
-      message = JSON.parse(event.data);
-    } catch {
-      return;
-    }
-    if (message.isReply) return;
-    const { type, id } = message;
+  port1.onmessage = ({ data }) => {
+    const { type, id, isReply } = JSON.parse(data);
+    if (isReply) return;
     port1.postMessage(JSON.stringify({ type, id, payload: null, error: null, isReply: true }));
     if (type === "experimental.DataReloaded") callback();
   };
@@ -36,20 +30,14 @@ export function showTab() {
 
 /** The page's values in the address, by name. */
 export function readLink() {
-  const all = [...new URLSearchParams(address().hash.replace(/^#/, ""))];
-  const ours = all.filter(([name]) => name.startsWith(PREFIX));
+  const ours = [...new URLSearchParams(address().hash.slice(1))].filter(([name]) => name.startsWith(PREFIX));
   return Object.fromEntries(ours.map(([name, value]) => [name.slice(PREFIX.length), value]));
 }
 
-/**
- * Puts that into the address.
- * @param {Object} link
- * @param {boolean} isNew whether the browser's Back leads to the state before; many changes
- *   within a moment are one
- */
+/** Puts them into the address. `isNew`: Back leads to the state before; many changes within a moment are one. */
 export function writeLink(link, isNew) {
   const { hash, pathname, search } = address();
-  const others = hash.replace(/^#/, "").split("&").filter((part) => part && !part.startsWith(PREFIX));
+  const others = hash.slice(1).split("&").filter((part) => part && !part.startsWith(PREFIX));
   const ours = Object.entries(link).filter(([, value]) => value !== "");
   const parts = [...others, ...ours.map(([name, value]) => `${PREFIX}${name}=${encodeURIComponent(value)}`)];
   const url = pathname + search + (parts.length ? `#${parts.join("&")}` : "");
@@ -66,20 +54,8 @@ export function writeLink(link, isNew) {
 
 /** Puts the address on the clipboard. @returns {Promise<boolean>} whether that was allowed */
 export async function copyLink() {
-  const { href } = address();
-  try {
-    await navigator.clipboard.writeText(href);
-    return true;
-  } catch {
-    // Browsers keep that for https and this machine; the old way works on others.
-    const text = document.createElement("textarea");
-    text.value = href;
-    document.body.append(text);
-    text.select();
-    const isCopied = document.execCommand("copy");
-    text.remove();
-    return isCopied;
-  }
+  const { clipboard } = navigator; // only with https, or on this machine
+  return clipboard ? clipboard.writeText(address().href).then(() => true, () => false) : false;
 }
 
 /** Calls back with the link when the browser goes back or forth. */
@@ -93,15 +69,13 @@ export function onNavigation(callback) {
   window.addEventListener("pagehide", () => target.removeEventListener("popstate", follow));
 }
 
+/** TensorBoard's window if the page is inside of it, else its own. */
 function frame() {
   try {
-    if (window.parent !== window && window.parent.location.origin === location.origin) {
-      return window.parent;
-    }
+    return window.parent.location.origin === location.origin ? window.parent : window;
   } catch {
-    // A parent of another origin: the page's own address it is.
+    return window; // a parent of another origin, such as a site that shows a report
   }
-  return window;
 }
 
 function address() {

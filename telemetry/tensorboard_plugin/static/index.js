@@ -1,8 +1,10 @@
-// Where TensorBoard starts the page, in a separate frame.
+// Where the page begins: in TensorBoard, in a separate frame, or in a report.
 
 import { Page } from "./app.js";
 import { onReload, showTab } from "./host.js";
-import { ServerSource } from "./source.js";
+import { html, render as draw } from "./preact.js";
+import { RunCurves } from "./run_curves.js";
+import { EmbeddedSource, ServerSource } from "./source.js";
 
 /** Called by TensorBoard once the module is loaded. */
 export async function render() {
@@ -26,4 +28,15 @@ function loadStyle() {
     link.onload = link.onerror = resolve;
     document.head.append(link);
   });
+}
+
+/** Called by a report, which has its data in an element of its file. */
+export async function renderReport() {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const [run, other] = data.table.map(({ name }) => name);
+  const first = data.table.length === 2 ? { run, other, mode: "run" } : { run };
+  const page = new Page(document.getElementById("telemetry"), new EmbeddedSource(data), first);
+  const losses = document.getElementById("losses");
+  page.drawMore = () => losses && draw(html`<${RunCurves} page=${page} runs=${data.table} isOpen isOfLoss />`, losses);
+  await page.start();
 }

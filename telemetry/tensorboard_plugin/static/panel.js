@@ -1,14 +1,12 @@
 // The runs side by side: loss and learning rate, the picture with its profile, curves of layers.
 
 import { goTo, listRuns, selectIn, unzoom } from "./actions.js";
-import { clamp } from "./canvas.js";
-import { costsOf, curvesOfLayers, drawCosts, drawLayerCurves, drawStrip, stripOf } from "./curves.js";
+import { costsOf, curvesOfLayers, drawLayerCurves, drawProfile, profileWidth, rangesOf, stripOf } from "./curves.js";
 import { firstDifference, isThinned, valuesOfRows } from "./field.js";
-import { formatStep } from "./format.js";
+import { clamp, formatStep } from "./format.js";
 import { HeatMap, RIGHT } from "./heatmap.js";
-import { CurveLegend, Plot, crosshair } from "./parts.js";
+import { CurveLegend, Plot, usePointed } from "./parts.js";
 import { html, useMemo } from "./preact.js";
-import { drawProfile, profileWidth, rangesOf } from "./profile.js";
 import { rowOfLayer, titleOf } from "./rows.js";
 import { INFINITE_COLORS, MODES, NAN_COLORS, ZERO_COLOR, drawScale, makeScale, usualOf } from "./scale.js";
 import { memo } from "./state.js";
@@ -41,7 +39,7 @@ export function contentsOf(page) {
     const rows = page.rows(panel);
     const field = panel.fieldIn(view, statistic, page.zoom !== null, rows);
     const values = panel.values(field, statistic, mode, others[i]);
-    const layer = state.layer === null ? -1 : panel.indexOf(state.layer);
+    const layer = panel.indexOf(state.layer);
     const rowValues = rowValuesOf(values, field, rows, scale);
     const content = {
       panel, statistic, theme, mode, scale, rows, field, values, rowValues,
@@ -64,9 +62,10 @@ export function contentsOf(page) {
 }
 
 function sizeOf(page, contents) {
-  const hasRoom = page.width >= 2 * NARROWEST + GAP && !matchMedia("print").matches;
+  const whole = page.root.querySelector(".message-area").clientWidth;
+  const hasRoom = whole >= 2 * NARROWEST + GAP && !matchMedia("print").matches;
   const columns = contents.length > 1 && hasRoom ? 2 : 1;
-  const width = Math.floor((page.width - GAP * (columns - 1)) / columns);
+  const width = Math.floor((whole - GAP * (columns - 1)) / columns);
   const rowCount = Math.max(...contents.map(({ rows }) => rows.length));
   const room = Math.max(window.innerHeight - AROUND_PICTURE, 220);
   const below = contents.some(({ curves }) => curves.length) ? CURVES_HEIGHT : 0;
@@ -122,13 +121,11 @@ function Panel({ page, shown }) {
     <div>
       ${page.panels.length > 1 && html`<h2 class="run-name">${title}</h2>`}
       ${strip && html`<${CurveLegend} curves=${strip.legend} />
-        <${Plot} class="strip" aria-label="Loss and learning rate" onPick=${onPick}
-          draw=${(canvas) => drawStrip(canvas, strip, shown)} />`}
+        <${Plot} class="strip" aria-label="Loss and learning rate" draw=${strip.draw} onPick=${onPick} />`}
       ${costs && html`<details class="costs-row">
         <summary>${costs.line}</summary>
         <${CurveLegend} curves=${costs.legend} title=${costs.title} />
-        <${Plot} class="costs" aria-label="Time and memory" onPick=${onPick}
-          draw=${(canvas) => drawCosts(canvas, costs, shown)} />
+        <${Plot} class="costs" aria-label="Time and memory" draw=${costs.draw} onPick=${onPick} />
       </details>`}
     </div>
     <div class="notes">
@@ -151,18 +148,16 @@ function Panel({ page, shown }) {
 function Profile({ shown, onPick }) {
   const { step0, step1 } = shown.view;
   const middle = Math.floor((step0 + step1) / 2);
-  const step = crosshair.use()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
+  const step = usePointed()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
   return html`<${Plot} class="profile" aria-label="${shown.statistic.title} over the depth at step ${step}"
     draw=${(canvas) => drawProfile(canvas, shown, shown.rightOf, step)} onPick=${onPick} />`;
 }
 
 /** Curves of the selected layer and those with alerts; that of the row under the pointer is thick. */
 function LayerCurves({ shown, ...attributes }) {
-  const { panel, rows, curves } = shown;
-  const name = crosshair.use()?.layer;
-  const row = name == null ? null : rows[rowOfLayer(rows, panel.indexOf(name))];
-  const hovered = curves.find(({ label }) => label === row?.label)?.layer ?? null;
-  const draw = useMemo(() => (canvas) => drawLayerCurves(canvas, shown, hovered), [shown, hovered]);
+  const { panel, rows } = shown;
+  const row = rows[rowOfLayer(rows, panel.indexOf(usePointed()?.layer))];
+  const draw = useMemo(() => (canvas) => drawLayerCurves(canvas, shown, row?.label), [shown, row?.label]);
   return html`<${Plot} class="curves" draw=${draw} ...${attributes} />`;
 }
 

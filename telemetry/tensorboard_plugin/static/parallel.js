@@ -1,8 +1,7 @@
 // Parallel coordinates: hyperparameters and losses of runs, a line for each run.
 
-import { clamp } from "./canvas.js";
 import { isLog } from "./chart.js";
-import { formatNumber } from "./format.js";
+import { clamp, formatNumber } from "./format.js";
 import { DropDown } from "./parts.js";
 import { html, useRef, useState } from "./preact.js";
 import { cssColor, NAN_COLORS } from "./scale.js";
@@ -11,30 +10,26 @@ const HEIGHT = 134; // of the axes
 const MOST_NAMES = 8;
 const WHOLE = [0, 1];
 
-/** A test of whether a run is within the ranges of all axes. */
-export function acceptorOf(columns, runs, ranges) {
-  const tests = columns.filter(({ title }) => ranges.has(title)).map(({ title, key }) => {
-    const { placeOf } = axisOf(runs.map(key));
-    const [low, high] = ranges.get(title);
-    return (run) => {
-      const place = placeOf(key(run));
-      return place !== null && place >= low && place <= high;
-    };
-  });
-  return (run) => tests.every((test) => test(run));
+/** Axes for columns of the table; the last one gives the lines their colors. */
+export function axesOf(columns, runs) {
+  return columns.map(({ title, key }) => ({ title, key, ...axisOf(runs.map(key)) }));
 }
 
-/**
- * @param {Object} props `runs` that match the filter; `columns` of the table that are drawn: `title`,
- *   `key`, the last one gives colors; `ranges` by title, ends from 0 to 1; `onBrush(ranges)`; `theme`
- */
-export function Parallel({ runs, columns, ranges, onBrush, theme }) {
+/** Whether a run is within all ranges; each has a title and two ends from 0 to 1. */
+export function isWithin(run, axes, ranges) {
+  return axes.every(({ title, key, placeOf }) => {
+    const [place, range] = [placeOf(key(run)), ranges.get(title)];
+    return !range || (place !== null && place >= range[0] && place <= range[1]);
+  });
+}
+
+/** `runs`: those that match the filter; `onBrush(ranges)`: called with other ranges. */
+export function Parallel({ runs, axes, ranges, onBrush, theme }) {
   const from = useRef(null); // where a drag began
   const [dragged, setDragged] = useState(null); // ranges while one is being dragged
   const [chosen, setChosen] = useState(""); // the axis whose range the sliders set
-  const axes = columns.map(({ title, key }) => ({ title, key, ...axisOf(runs.map(key)) }));
   const shown = dragged ?? ranges;
-  const accepts = acceptorOf(columns, runs, shown);
+  const accepts = (run) => isWithin(run, axes, shown);
   const placeAt = ({ clientY, currentTarget }) => clamp(1 - (clientY - currentTarget.getBoundingClientRect().top) / HEIGHT, 0, 1);
   const brushOf = (title) => ({
     onpointerdown(event) {

@@ -1,44 +1,35 @@
 // Pieces that several parts of the page use: plots with a crosshair, the tooltip, lists, dialogs.
 
-import { clamp, isInside, stepAt, xOf } from "./canvas.js";
+import { isInside, stepAt, xOf } from "./canvas.js";
 import { sampleOf } from "./chart.js";
-import { formatStep } from "./format.js";
+import { clamp, formatStep } from "./format.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { Latest } from "./state.js";
 
-/** A value that components follow and that is no part of the page's state: it changes with the pointer. */
-export class Followed {
-  value = null;
-  followers = new Set();
+let pointed = null;
+const followers = new Set();
 
-  set(value) {
-    this.value = value;
-    for (const follow of this.followers) follow(value);
-  }
-
-  /** Within a component: the value; the component is drawn again when it changes. */
-  use() {
-    const [value, follow] = useState(this.value);
-    useLayoutEffect(() => {
-      this.followers.add(follow);
-      return () => this.followers.delete(follow);
-    }, []);
-    return value;
-  }
+/**
+ * Says what is under the pointer: null; or where the crosshair is, `step` and the `layer`'s name; the name
+ * of a `run`; and what the tooltip says, at `x`, `y` in the window: `title`, or the step, with `lines` and
+ * other `parts`.
+ */
+export function point(at) {
+  pointed = at;
+  for (const follow of followers) follow(at);
 }
 
-/** Where the crosshair is: null, or `step` and, where there are rows, the `layer`'s name. */
-export const crosshair = new Followed();
-/** What the tooltip says: null, or `x`, `y` in the window, and `title` with `lines` and other `parts`. */
-const tooltip = new Followed();
+/** Within a component: that; the component is drawn again when it changes. */
+export function usePointed() {
+  const [at, follow] = useState(pointed);
+  useLayoutEffect(() => {
+    followers.add(follow);
+    return () => followers.delete(follow);
+  }, []);
+  return at;
+}
 
 addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
-
-/** Moves crosshair and tooltip. */
-export function point(at, said = null) {
-  crosshair.set(at);
-  tooltip.set(said);
-}
 
 /** Moves a line of the crosshair to a place in pixels; hides it without one. */
 export function moveHair(hair, place) {
@@ -57,14 +48,13 @@ export function useAnswer(page, ...question) {
  * A canvas with the crosshair's line above it.
  * @param {Object} props attributes of the canvas, and
  *   `draw(canvas, width)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its
- *   steps if it is over steps, and `read(step, y, x)`: at a place the lines of the tooltip, of which one
- *   may be of a `layer`, or `step`, `title`, `lines` and `layer`; `width`: that of its place;
- *   `onPoint(found)`: called when the pointer moves, with null when it leaves;
- *   `onPick(found)`: called upon a click
+ *   steps if it is over steps, and `read(step, y, x)`: what is at a place, for `point`; `width`: that of
+ *   its place;
+ *   `onPick(found)`: called upon a click, with what is there
  */
-export function Plot({ draw, onPoint, onPick, ...attributes }) {
+export function Plot({ draw, onPick, ...attributes }) {
   const [place, canvas, hair, plot] = [useRef(), useRef(), useRef(), useRef(null)];
-  const step = crosshair.use()?.step ?? null;
+  const step = usePointed()?.step ?? null;
   useLayoutEffect(() => {
     plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
     canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
@@ -74,25 +64,16 @@ export function Plot({ draw, onPoint, onPick, ...attributes }) {
     const isIn = view && step !== null && step >= view.step0 && step <= view.step1;
     moveHair(hair.current, isIn && { left: xOf(box, view, step), top: box.y, height: box.height });
   });
-  const found = ({ clientX, clientY }) => {
-    if (!plot.current?.read) return null;
-    const { box, view, read } = plot.current;
-    const bounds = canvas.current.getBoundingClientRect();
-    const [x, y] = [clientX - bounds.left, clientY - bounds.top];
-    if (!isInside({ ...box, y: 0, height: box.y + box.height }, x, y)) return null;
-    const at = view ? Math.floor(stepAt(box, view, x)) : null;
-    const lines = read(at, y, x);
-    return Array.isArray(lines) ? { step: at, lines, layer: lines.find(({ isNearest }) => isNearest)?.layer } : lines;
+  const found = ({ offsetX: x, offsetY: y }) => {
+    const { box, view, read } = plot.current ?? {};
+    if (!read || !isInside({ ...box, y: 0, height: box.y + box.height }, x, y)) return null;
+    return read(view ? Math.floor(stepAt(box, view, x)) : null, y, x);
   };
   const onpointermove = (event) => {
     const said = found(event);
-    onPoint?.(said);
-    point(said, said && { ...said, x: event.clientX, y: event.clientY });
+    point(said && { ...said, x: event.clientX, y: event.clientY });
   };
-  const onpointerleave = () => {
-    onPoint?.(null);
-    point(null);
-  };
+  const onpointerleave = () => point(null);
   const onclick = (event) => {
     const picked = found(event);
     if (picked) onPick?.(picked);
@@ -108,7 +89,8 @@ const MARGIN = 6;
 /** Next to the pointer, inside of the window. A popover: it is above dialogs, too. */
 export function Tooltip() {
   const node = useRef();
-  const said = tooltip.use();
+  const at = usePointed();
+  const said = at?.x === undefined ? null : at;
   useLayoutEffect(() => {
     const { current } = node;
     if (current.matches(":popover-open")) current.hidePopover(); // a dialog may have opened since
@@ -130,7 +112,6 @@ export function Tooltip() {
   </div>`;
 }
 
-/** A piece of a curve's line. */
 function Sample({ color, dash }) {
   return color ? html`<i class="sample" style=${{ background: sampleOf(color, dash), color }} />` : null;
 }
@@ -146,7 +127,6 @@ export function CurveLegend({ curves, title }) {
   </div>`;
 }
 
-/** A labelled drop-down list; `options` are `[value, text]`. */
 export function DropDown({ label, options, value, onChoose, ...attributes }) {
   return html`<label class="field" ...${attributes}>
     <span>${label}</span>
@@ -161,7 +141,6 @@ export function LayerName({ name }) {
   return html`<span class="alert-layer">${name.split(/(?<=\.)/).map((part) => [part, html`<wbr />`])}</span>`;
 }
 
-/** The letter of one of two runs, in its color. */
 export function Letter({ index }) {
   return html`<b class="letter letter${index}">${"AB"[index]}</b>`;
 }

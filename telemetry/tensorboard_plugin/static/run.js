@@ -133,7 +133,6 @@ export class Run {
   }
 }
 
-/** Layers and steps behind a view. */
 function partOf(view, rows) {
   const shown = rows.slice(Math.floor(view.row0), Math.ceil(view.row1)).flatMap(({ layers }) => layers);
   return {

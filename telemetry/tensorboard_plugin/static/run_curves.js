@@ -2,16 +2,14 @@
 
 import { drawChart, isLog, styleOf } from "./chart.js";
 import { aligned } from "./field.js";
-import { CurveLegend, DropDown, Followed, Plot, useAnswer } from "./parts.js";
+import { CurveLegend, DropDown, Plot, useAnswer, usePointed } from "./parts.js";
 import { html, useRef, useState } from "./preact.js";
 
-const MOST = 20; // runs with distinguishable curves
+const MOST = 20; // distinguishable curves
+const AT_ONCE = 20; // runs that are read
 const HEIGHT = 190;
 const DELAY_MS = 200;
 const SEED = /seed/i;
-
-/** The name of the run under the pointer, in the table of runs or in these curves. */
-export const hoveredRun = new Followed();
 
 /** @param {Object} props `runs`: rows of the table of runs; `isOpen`: at first; `isOfLoss`: of nothing else */
 export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
@@ -23,19 +21,20 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const layerTitle = hasChoice ? `${page.statistic.title} of ${layer || "the model"}` : "";
   const isOfLayer = hasChoice && subject !== "loss";
   const of = isOfLayer ? [layer, page.statistic.name] : [null];
-  const names = runs.map(({ name }) => name);
-  const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), names);
+  const hasSeeds = runs.some(({ hparams }) => Object.keys(hparams).some((name) => SEED.test(name)));
+  const isGrouped = seeds && hasSeeds;
+  const most = isGrouped ? Infinity : MOST; // a group is one curve of all its runs
+  const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), runs, most);
   const isShown = toggled ?? isOpen;
-  const key = isShown ? [...of, ...names].join("\n") : "";
+  const key = isShown ? [...of, most, ...runs.map(({ name }) => name)].join("\n") : "";
   const found = useAnswer(page, key, null, async () => (isShown ? read() : null), DELAY_MS);
-  const hasSeeds = runs.some(({ hparams }) => Object.keys(hparams ?? {}).some((name) => SEED.test(name)));
-  const own = (found ?? []).map((curve) => ({ ...curve, run: runs[names.indexOf(curve.name)], label: curve.name }));
-  const lines = seeds && hasSeeds ? groupsOf(own) : own;
+  const lines = (isGrouped ? groupsOf(found ?? []) : (found ?? [])).slice(0, MOST);
   if (found) slots.current = slotsOf(lines.map(({ label }) => label), slots.current);
   const styled = lines.map((curve) => ({ ...curve, ...styleOf(theme, slots.current.get(curve.label)) }));
   const curves = styled.map((curve) => smoothed(curve, smoothing ?? 0));
-  const count = found && found.length < names.length ? `${found.length} of ${names.length}` : names.length;
-  const title = `${isOfLayer ? layerTitle : "Loss"} of ${count} run${names.length === 1 ? "" : "s"}`;
+  const drawn = found ? lines.reduce((sum, { count }) => sum + count, 0) : runs.length;
+  const count = drawn < runs.length ? `${drawn} of ${runs.length}` : runs.length;
+  const title = `${isOfLayer ? layerTitle : "Loss"} of ${count} run${runs.length === 1 ? "" : "s"}`;
   return html`<details class="below-runs run-curves" open=${isShown} ontoggle=${({ target }) => setToggled(target.open)}>
     <summary>${title}</summary>
     <p class="controls">
@@ -52,27 +51,18 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
 }
 
 function Chart({ curves, theme, title }) {
-  const hovered = hoveredRun.use();
+  const hovered = usePointed()?.run;
   const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
   const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
   const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
-  const onPoint = (found) => hoveredRun.set(found?.lines.find(({ isNearest }) => isNearest)?.label ?? null);
-  return html`<${Plot} draw=${(canvas, width) => drawChart(canvas, { ...options, width })} onPoint=${onPoint}
-    aria-label=${title} />`;
+  return html`<${Plot} draw=${(canvas, width) => drawChart(canvas, { ...options, width })} aria-label=${title} />`;
 }
 
 /** A number for each name: the one that it has, or the lowest free one. */
 function slotsOf(names, before) {
-  const slots = new Map(names.filter((name) => before.has(name)).map((name) => [name, before.get(name)]));
-  const taken = new Set(slots.values());
-  for (const name of names) {
-    if (slots.has(name)) continue;
-    let free = 0;
-    while (taken.has(free)) free += 1;
-    taken.add(free);
-    slots.set(name, free);
-  }
-  return slots;
+  const taken = new Set(names.map((name) => before.get(name)));
+  const free = [...names.keys()].filter((slot) => !taken.has(slot));
+  return new Map(names.map((name) => [name, before.get(name) ?? free.shift()]));
 }
 
 /** The curve of a run: the loss, or one of a layer; null without it, or if it cannot be read. */
@@ -88,20 +78,21 @@ function curveOf(source, known, run, layer, statistic) {
   return known.get(key);
 }
 
-/** The curves of the first runs that have one, of all the runs if there are not more. */
-async function readCurves(read, names) {
+/** The curves of the first runs that have one, at most so many; some runs at a time. */
+async function readCurves(read, runs, most) {
   const found = [];
-  for (let at = 0; at < names.length && found.length < MOST; at += MOST) {
-    const some = names.slice(at, at + MOST);
-    const curves = await Promise.all(some.map(read));
-    found.push(...curves.map((curve, i) => ({ ...curve, name: some[i] })).filter(({ steps }) => steps?.length));
+  for (let at = 0; at < runs.length && found.length < most; at += AT_ONCE) {
+    const some = runs.slice(at, at + AT_ONCE);
+    const curves = await Promise.all(some.map(({ name }) => read(name)));
+    const named = curves.map((curve, i) => ({ ...curve, run: some[i], label: some[i].name, count: 1 }));
+    found.push(...named.filter(({ steps }) => steps?.length));
   }
-  return found.slice(0, MOST);
+  return found.slice(0, most);
 }
 
 /** Runs that differ in nothing but the seed, each group with its mean and range at every common step. */
 function groupsOf(found) {
-  const rest = ({ hparams }) => Object.entries(hparams ?? {}).filter(([name]) => !SEED.test(name));
+  const rest = ({ hparams }) => Object.entries(hparams).filter(([name]) => !SEED.test(name));
   const all = found.map(({ run }) => Object.fromEntries(rest(run)));
   const isShared = ([name, value]) => all.every((values) => values[name] === value);
   const groups = Map.groupBy(found, ({ run }) => JSON.stringify(rest(run)));
@@ -112,7 +103,7 @@ function groupsOf(found) {
     const band = [at.map((of) => Math.min(...of)), at.map((of) => Math.max(...of))];
     const differing = rest(run).filter((pair) => !isShared(pair)).map((pair) => pair.join("="));
     const label = `${differing.join(" ") || run.name} (${members.length} run${members.length === 1 ? "" : "s"})`;
-    return { steps, values, band: members.length > 1 ? band : null, label };
+    return { steps, values, band: members.length > 1 ? band : null, label, count: members.length };
   });
 }
 

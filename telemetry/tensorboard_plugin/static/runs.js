@@ -1,10 +1,10 @@
 // The dialog that lists all runs: filters, columns, and which runs are drawn together.
 
-import { Parallel, acceptorOf } from "./parallel.js";
-import { Dialog, DropDown, useAnswer } from "./parts.js";
+import { capital, faultText, formatNumber, formatStep } from "./format.js";
+import { axesOf, isWithin, Parallel } from "./parallel.js";
+import { Dialog, DropDown, point, usePointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
-import { columnsOf, isMissing, matcher, rankCorrelation } from "./run_columns.js";
-import { RunCurves, hoveredRun } from "./run_curves.js";
+import { RunCurves } from "./run_curves.js";
 
 // Names of metrics that are measured on other data than those of training.
 const VALIDATION = /(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)/i;
@@ -17,10 +17,7 @@ export function RunTable({ page }) {
   const [ranges, setRanges] = useState(new Map());
   const [search, scroll] = [useRef(), useRef()];
   useLayoutEffect(() => search.current.focus(), []);
-  const answer = useAnswer(page, "", null, () => page.source.runTable());
-  const isLoaded = answer !== null && !answer.error;
-  const runs = isLoaded ? answer : page.runs;
-
+  const { runs } = page;
   const columns = columnsOf(runs);
   const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
   const objective =
@@ -35,16 +32,15 @@ export function RunTable({ page }) {
     choices.has(`+${column.title}`) || (!choices.has(`-${column.title}`) && !column.isHidden && isFilled(column));
   const visible = columns.filter(isShown);
   const measures = visible.filter((column) => objectives.includes(column) && column !== objective);
-  const axes = [...visible.filter(({ group }) => group === "hparam"), ...measures, ...(objective ? [objective] : [])];
-  const within = matching.filter(acceptorOf(axes, matching, ranges));
+  const hparams = visible.filter(({ group }) => group === "hparam");
+  const axes = axesOf([...hparams, ...measures, ...(objective ? [objective] : [])], matching);
+  const within = matching.filter((run) => isWithin(run, axes, ranges));
   const shown = sorted(columns, within, order);
   const drawn = runs.filter(({ name }) => picked.has(name));
   const checked = drawn.map(({ name }) => name);
 
   const leave = () => page.update({ table: "", filter: "" });
   const choose = ({ name }) => {
-    // The table is read when it opens, and may have a run that has begun since.
-    if (!page.runs.some((run) => run.name === name)) page.runs = runs;
     const all = which === "run" ? { run: name, layer: null, step: null } : { other: name };
     page.update({ table: "", filter: "", zoom: null, ...all });
   };
@@ -66,16 +62,14 @@ export function RunTable({ page }) {
   const choice = (column) => html`<label>
     <input type="checkbox" checked=${isShown(column)} onchange=${({ target }) => showColumn(column.title, target.checked)} />
     ${column.title}</label>`;
-  return html`<${Dialog} class="runs" aria-labelledby="runs-title" onClose=${leave} data-loaded=${isLoaded ? "true" : null}>
+  return html`<${Dialog} class="runs" aria-labelledby="runs-title" onClose=${leave}>
     <header>
       <h2 id="runs-title">${which === "run" ? "Runs" : "Compare with..."}</h2>
       <input type="search" ref=${search} value=${filter} aria-label="Filter runs"
         placeholder="name, alert, lr<1e-3, optimizer=adam"
         title="Words, and comparisons with <, >, = or !=, such as lr<1e-3 best_loss<0.5"
         oninput=${({ target }) => page.update({ filter: target.value })} onkeydown=${onkeydown} />
-      <span class="count" role="status">
-        ${answer?.error ? answer.error.message : count + (checked.length ? `, ${checked.length} checked` : "")}
-      </span>
+      <span class="count" role="status">${count}${checked.length > 0 && `, ${checked.length} checked`}</span>
       ${checked.length > 0 && page.source.reportUrl &&
       html`<a class="button" download="" href=${page.source.reportUrl(checked)}>Report</a>`}
       ${checked.length > 0 && html`<button onclick=${() => page.update({ checked: new Set() })}>Uncheck all</button>`}
@@ -90,7 +84,7 @@ export function RunTable({ page }) {
     <${RowMark} scroll=${scroll} />
     <${RunCurves} page=${page} runs=${drawn.length ? drawn : shown} isOpen=${drawn.length > 0} />
     ${axes.length > 1 && matching.length > 1 &&
-    html`<${Parallel} ...${{ runs: matching, columns: axes, ranges, theme: page.theme }} onBrush=${brush} />`}
+    html`<${Parallel} ...${{ runs: matching, axes, ranges, theme: page.theme }} onBrush=${brush} />`}
   <//>`;
 }
 
@@ -107,7 +101,7 @@ function Table({ page, runs, columns, order, onSort, onChoose, children }) {
     </th>`;
   };
   const row = (run) => html`<tr key=${run.name} data-name=${run.name} class=${run.name === current ? "chosen" : ""}
-    onclick=${() => onChoose(run)} onpointerenter=${() => hoveredRun.set(run.name)} onpointerleave=${() => hoveredRun.set(null)}>
+    onclick=${() => onChoose(run)} onpointerenter=${() => point({ run: run.name })} onpointerleave=${() => point(null)}>
     <td><span class="run-cell">
       <input type="checkbox" aria-label="Draw ${run.name}" checked=${checked.has(run.name)}
         onclick=${(event) => event.stopPropagation() /* else the row is chosen */}
@@ -124,7 +118,7 @@ function Table({ page, runs, columns, order, onSort, onChoose, children }) {
 
 /** Marks the row of the run whose curve is under the pointer. */
 function RowMark({ scroll }) {
-  const name = hoveredRun.use();
+  const name = usePointed()?.run;
   useLayoutEffect(() => {
     for (const row of scroll.current.querySelectorAll("tbody tr")) row.classList.toggle("hovered", row.dataset.name === name);
   });
@@ -160,4 +154,155 @@ function sorted(columns, runs, { by, isReversed }) {
     const areNumbers = typeof x === "number" && typeof y === "number";
     return sign * (areNumbers ? x - y : collator.compare(String(x), String(y)));
   });
+}
+
+// --- columns: values of each run, filters, and rank correlations
+
+const MOST_METRICS = 4; // shown without being asked for
+const FEWEST = 3; // runs that have a rank correlation
+const TERM = /^([^<>=!]+)(<=|>=|!=|=|<|>)(.*)$/;
+const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60]]; // and their seconds
+const relativeTime = new Intl.RelativeTimeFormat("en");
+const TOLERANCE = 1e-6; // of two numbers that read the same
+
+/**
+ * A column has a `title`; `key(run)`, the value to sort and filter by; `show(run)`, the content of a cell. It may
+ * be of a `group`, `hparam` or `metric`, be a number, `isNumber`, or hidden unless the user chooses otherwise.
+ * @typedef {Object} Column
+ */
+
+const BASE = [
+  { title: "Status", key: (run) => run.status, show: statusOf },
+  { title: "Started", key: (run) => -run.started /* the newest first */, show: (run) => ago(run.started) },
+  number("Last step", (run) => run.lastStep, formatStep),
+  number("Last loss", (run) => run.loss && Number(run.loss.last)), // NaN comes as a text
+  number("Best loss", (run) => run.loss && Number(run.loss.best)),
+  {
+    title: "Worst alert",
+    key: (run) => run.alert?.kind,
+    show: (run) => (run.alert ? alertOf(run.alert) : "none"),
+  },
+  { ...number("Alerts", (run) => run.alertCount, String), isHidden: true },
+];
+
+export function columnsOf(runs) {
+  const metrics = namesIn(runs, "metrics").map((name, _, { length }) => ({
+    ...number(name, (run) => run.metrics[name] && Number(run.metrics[name])),
+    group: "metric",
+    isHidden: length > MOST_METRICS,
+  }));
+  const described = runs.filter(({ hparams }) => Object.keys(hparams).length);
+  const hparams = namesIn(runs, "hparams").map((name) => {
+    const key = (run) => run.hparams[name];
+    return {
+      title: name,
+      key,
+      show: (run) => hparamText(key(run)),
+      group: "hparam",
+      isNumber: runs.every((run) => typeof (key(run) ?? 0) === "number"),
+      isHidden: new Set(described.map((run) => String(key(run)))).size < 2, // they do not differ in it
+    };
+  });
+  return [...BASE, ...metrics, ...hparams].filter(({ key }) => runs.some((run) => !isMissing(key(run))));
+}
+
+/**
+ * Whether a run matches all terms: `lr<1e-3` and its like compare one column, by number where both
+ * are numbers; other terms are parts of its name, status, alert or hyperparameters.
+ * @returns {(run: Object) => boolean}
+ */
+export function matcher(text, columns) {
+  const named = (name) => columns.find(({ title }) => nameOf(title) === nameOf(name));
+  const tests = text.split(/\s+/).filter(Boolean).map((term) => {
+    const [, name, operator, wanted] = TERM.exec(term) ?? [];
+    if (name === undefined) return (run) => searched(run).includes(term.toLowerCase());
+    const column = named(name);
+    return (run) => compare(column?.key(run), operator, wanted);
+  });
+  return (run) => tests.every((test) => test(run));
+}
+
+function nameOf(title) {
+  return title.toLowerCase().replaceAll(" ", "_");
+}
+
+function compare(value, operator, wanted) {
+  if (isMissing(value)) return operator === "!=";
+  if (wanted === "") return true; // still being typed
+  const [a, b] = [value, wanted].map(Number);
+  const areNumbers = typeof value === "number" && !Number.isNaN(b);
+  const isSame = areNumbers
+    ? a === b || Math.abs(a - b) <= TOLERANCE * Math.max(Math.abs(a), Math.abs(b))
+    : String(value).toLowerCase() === wanted.toLowerCase();
+  if (operator === "=" || operator === "!=") return isSame === (operator === "=");
+  if (isSame) return operator.endsWith("=");
+  return areNumbers && (operator.startsWith("<") ? a < b : a > b);
+}
+
+function searched(run) {
+  const alert = run.alert ? `${run.alert.kind} ${alertText(run.alert)}` : "";
+  const hparams = Object.entries(run.hparams).map((pair) => pair.join("="));
+  return [run.name, run.status, alert, ...hparams].join(" ").toLowerCase();
+}
+
+/** Spearman's rank correlation of two columns; null where too few runs have both, or one is constant. */
+export function rankCorrelation(runs, a, b) {
+  const pairs = runs.map((run) => [a.key(run), b.key(run)]);
+  const known = pairs.filter((pair) => pair.every((value) => typeof value === "number" && value === value));
+  if (known.length < FEWEST) return null;
+  const [x, y] = [0, 1].map((i) => ranksOf(known.map((pair) => pair[i])));
+  const mean = (known.length - 1) / 2;
+  const covariance = (p, q) => p.reduce((sum, value, i) => sum + (value - mean) * (q[i] - mean), 0);
+  const scale = Math.sqrt(covariance(x, x) * covariance(y, y));
+  return scale > 0 ? covariance(x, y) / scale : null;
+}
+
+/** Ranks from 0; equal values share the mean of theirs. */
+function ranksOf(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return values.map((value) => (sorted.indexOf(value) + sorted.lastIndexOf(value)) / 2);
+}
+
+export function isMissing(value) {
+  return value == null || value !== value;
+}
+
+function namesIn(runs, group) {
+  return [...new Set(runs.flatMap((run) => Object.keys(run[group])))];
+}
+
+function number(title, key, format = formatNumber) {
+  const show = (run) => (key(run) == null ? "" : format(key(run)));
+  return { title, key, show, isNumber: true };
+}
+
+function hparamText(value) {
+  if (value == null) return "";
+  return typeof value === "number" && !Number.isInteger(value) ? formatNumber(value) : String(value);
+}
+
+function statusOf({ status, written }) {
+  const title = {
+    live: "new data within the last minutes",
+    ended: "the logger was closed",
+    died: `no new data, or ended in an exception; last data ${ago(written)}`,
+  }[status];
+  return html`<span class="status ${status}" title=${title}>${status}</span>`;
+}
+
+function alertOf(alert) {
+  const { severity } = alert;
+  const title = alert.resolved ? `${severity}, resolved` : severity;
+  return html`<span class="first-alert ${alert.resolved ? "note" : severity}" title=${title}>${alertText(alert)}</span>`;
+}
+
+function alertText(alert) {
+  return `${capital(faultText(alert))}, step ${formatStep(alert.step)}${alert.resolved ? ", resolved" : ""}`;
+}
+
+function ago(seconds) {
+  const past = Date.now() / 1000 - seconds;
+  if (!seconds || !Number.isFinite(past)) return "";
+  const [unit, size] = UNITS.find(([, length]) => past >= length) ?? [];
+  return unit ? relativeTime.format(-Math.floor(past / size), unit) : "just now";
 }

@@ -1,7 +1,7 @@
 // Color scales: from values to colors.
 
-import { clamp, logTicks, prepare, setText } from "./canvas.js";
-import { formatNumber } from "./format.js";
+import { drawShape, drawTicks, prepare } from "./canvas.js";
+import { clamp, formatNumber, logTicks } from "./format.js";
 
 // Two colors of stripes each.
 export const NAN_COLORS = ["#d5006d", "#ff7ac0"];
@@ -9,7 +9,6 @@ export const INFINITE_COLORS = ["#ff5a00", "#7a1f00"];
 
 export const ZERO_COLOR = "#000000";
 
-/** Kinds of values in the cells. */
 export const MODES = {
   value: "values",
   own: "ratio to the layer's median",
@@ -34,11 +33,7 @@ const SEQUENTIAL = parseStops(
 // From blue over gray to orange, nearly even in OKLab, dark at both ends alike.
 const DIVERGING = parseStops("08407e2166ac4393c392c5deddddddfdb863e08214b358067f3b08");
 
-/**
- * Color of each code, as the pixels of `ImageData` hold it.
- * @param {boolean} diverging
- * @param {string} missing color of cells that were not measured
- */
+/** Color of each code, as the pixels of `ImageData` hold it. */
 export function palette(diverging, missing) {
   const colors = new Uint32Array(256);
   const stops = diverging ? DIVERGING : SEQUENTIAL;
@@ -52,13 +47,11 @@ export function palette(diverging, missing) {
   return colors;
 }
 
-/** A CSS color for a place between 0 and 1 on the scale. */
 export function cssColor(diverging, place) {
   const [red, green, blue] = mix(diverging ? DIVERGING : SEQUENTIAL, place);
   return `rgb(${red} ${green} ${blue})`;
 }
 
-/** `#rrggbb` as a pixel of `ImageData`. */
 export function pixelOf(color) {
   return pixel(parseColor(color));
 }
@@ -87,17 +80,12 @@ const MAX_DECADES = 12;
 const OUTSIDE = 0.002; // share of the values at either end that may lie beyond the scale
 
 /**
- * @typedef {Object} Scale
- * @property {boolean} diverging whether it has a middle: values relative to a median
- * @property {boolean} log
- * @property {number} low
- * @property {number} high
+ * A diverging scale has a middle, for values relative to a median.
+ * @typedef {{diverging: boolean, log: boolean, low: number, high: number}} Scale
  */
 
 /**
- * A scale that suits all the fields, so that runs can be compared.
- * @param {{log: boolean}} statistic
- * @param {string} mode one of `MODES`
+ * A scale that suits the values of all runs, so that they can be compared.
  * @param {Float32Array[]} fields values; relative ones are ratios, or 1 + difference
  * @returns {Scale}
  */
@@ -118,7 +106,6 @@ export function makeScale(statistic, mode, fields) {
   return { diverging, log: true, low, high };
 }
 
-/** Place of a positive number on the scale, 0 to 1. */
 export function placeOf({ log, low, high }, value) {
   return clamp(log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low), 0, 1);
 }
@@ -138,7 +125,6 @@ export function encode(scale, values) {
   return codes;
 }
 
-/** Up to about seven places with a text for the legend. */
 export function scaleTicks(scale) {
   const { log, low, high } = scale;
   const values = log ? logTicks(low, high, 7) : [0, 0.25, 0.5, 0.75, 1].map((place) => low + (high - low) * place);
@@ -202,28 +188,18 @@ export function usualOf({ usual, unit }, { diverging, low, high }) {
   return values.filter((value) => !diverging && value >= low && value <= high);
 }
 
-const WIDTH = 320;
-const BAR = 7; // where the colors begin
-const SCALE_HEIGHT = 36;
+const BAR = { x: 20, y: 7, width: 320, height: 12 }; // of colors
 
 /** The color scale with its ticks, and triangles at usual values. */
 export function drawScale(canvas, scale, theme, usual) {
-  const context = prepare(canvas, WIDTH + 40, SCALE_HEIGHT);
-  for (let x = 0; x < WIDTH; x++) {
-    context.fillStyle = cssColor(scale.diverging, x / (WIDTH - 1));
-    context.fillRect(20 + x, BAR, 1.5, 12);
+  const context = prepare(canvas, BAR.width + 40, 38);
+  for (let x = 0; x < BAR.width; x++) {
+    context.fillStyle = cssColor(scale.diverging, x / (BAR.width - 1));
+    context.fillRect(BAR.x + x, BAR.y, 1.5, BAR.height);
   }
-  setText(context, theme, "center", "top");
-  for (const { place, text } of scaleTicks(scale)) {
-    context.fillRect(20 + place * WIDTH - 0.5, BAR + 12, 1, 3);
-    context.fillText(text, 20 + place * WIDTH, BAR + 16);
-  }
+  const xAt = (place) => BAR.x + place * BAR.width;
+  const ticks = scaleTicks(scale).map(({ place, text }) => ({ x: xAt(place), text }));
+  drawTicks(context, theme, BAR, ticks, BAR.x, BAR.x);
   context.fillStyle = theme.usual;
-  for (const value of usual) {
-    const x = 20 + placeOf(scale, value) * WIDTH;
-    context.beginPath();
-    for (const dx of [-5, 5]) context.lineTo(x + dx, 0);
-    context.lineTo(x, BAR);
-    context.fill();
-  }
+  for (const value of usual) drawShape(context, xAt(placeOf(scale, value)), 0, [[-5, 0], [5, 0], [0, BAR.y]]);
 }

@@ -1,42 +1,32 @@
-// Questions about runs, and the server that answers them. In a report, `report_page.js` does.
+// Questions about runs, which the server answers, or in a report the data inside of its file.
 
-/** Data that this version of the page cannot show. */
+import { curveAt, rowOf } from "./field.js";
+
 export class NewerFormatError extends Error {}
 
-/** Each question is one route of the server. A subclass has `json(route, query)` and `binary(route, query)`. */
+/**
+ * Each question is one route of the server, whose functions say what the answers have. A subclass has
+ * `json(route, query)` and `binary(route, query)`.
+ */
 export class Source {
-  /** Names and last steps of all runs, the newest first. */
   runs = () => this.json("runs");
-
-  /** The same with status, loss, metrics, first alert and hyperparameters. */
-  runTable = () => this.json("run_table");
-
-  /** The layers that changed first around a step. */
   onsets = (run, step) => this.json("onsets", { run, step });
-
-  /** Kinds and steps of a layer's pictures. */
   images = (run, layer) => this.json("images", { run, layer });
 
-  /** Layers, statistics and alerts of a run. */
   overview = async (run) => {
     const overview = await this.json("run", { run });
     if (overview.newerFormat) throw new NewerFormatError(overview.newerFormat);
     return overview;
   };
 
-  /**
-   * One statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`.
-   * @returns {Promise<import("./field.js").Field>}
-   */
+  /** The field of one statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`. */
   matrix = (run, statistic, part) => this.binary("matrix", { run, statistic, ...part });
 
-  /** Loss, learning rates, times and memory. */
   scalars = async (run) => items(await this.binary("scalars", { run }), "curves", ["steps", "values"]);
 
   histograms = async (run, layer) =>
     items(await this.binary("histograms", { run, layer }), "histograms", ["steps", "edges", "shares"]);
 
-  /** All statistics of a layer, and the gradient norm of each of its parameters. */
   layer = async (run, layer) => {
     const found = await this.binary("layer", { run, layer });
     const curve = (prefix) => ({ steps: found[`${prefix}.steps`], values: found[`${prefix}.values`] });
@@ -46,7 +36,6 @@ export class Source {
     return { statistics, parameters };
   };
 
-  /** Smallest and largest value of each unit, step after step; both are 0 of a dead one. */
   units = async (run, layer) => {
     const found = await this.binary("units", { run, layer });
     return { ...found, count: found.arrays.extremes.shape[1] };
@@ -61,7 +50,6 @@ export class ServerSource extends Source {
 
   binary = async (route, query) => unpack(await (await this.#get(route, query)).arrayBuffer());
 
-  /** Where the report of runs is, one HTML file. */
   reportUrl = (runs) => this.#url("report", runs.map((run) => ["run", run]));
 
   imageUrl = (run, tag, step) => this.#url("image", { run, tag, step });
@@ -78,6 +66,59 @@ export class ServerSource extends Source {
     url.search = new URLSearchParams(query);
     return url.href;
   }
+}
+
+/** Data written by `telemetry.tensorboard_plugin.report`; binary parts as base64 of gzip. */
+export class EmbeddedSource extends Source {
+  isLive = false;
+  units = async () => null;
+  fields = new Map();
+
+  constructor(data) {
+    super();
+    this.data = data;
+  }
+
+  json = async (route, { run, step, layer } = {}) => {
+    if (!run) return this.data.table;
+    const { overview, onsets, images } = this.data.runs[run];
+    // The layers that changed first are known at the steps of alerts.
+    return { run: overview, onsets: onsets[step] ?? { isUnknown: true }, images: images[layer] ?? [] }[route];
+  };
+
+  binary = async (route, { run, statistic, layer }) => {
+    const { matrices, scalars, histograms } = this.data.runs[run];
+    const packed = { matrix: matrices[statistic], scalars, histograms: histograms[layer] }[route];
+    return packed ? unpack(await inflate(packed)) : { histograms: [] };
+  };
+
+  matrix = async (run, statistic) => {
+    const key = JSON.stringify([run, statistic]);
+    const read = async () => ({ ...(await this.binary("matrix", { run, statistic })), isAll: true });
+    if (!this.fields.has(key)) this.fields.set(key, read());
+    return this.fields.get(key);
+  };
+
+  /** Curves of a layer, cut out of the matrices; those of its parameters are unknown. */
+  layer = async (run, name) => {
+    const { overview, matrices } = this.data.runs[run];
+    const layer = overview.layers.findIndex((known) => known.name === name);
+    const statistics = new Map();
+    for (const statistic of Object.keys(matrices)) {
+      const field = await this.matrix(run, statistic);
+      const curve = curveAt(field.steps, field.values, field.rows, rowOf(field, layer));
+      if (curve.steps.length) statistics.set(statistic, curve);
+    }
+    return { statistics, parameters: null };
+  };
+
+  imageUrl = (run, tag, step) => `data:image/png;base64,${this.data.runs[run].pictures[`${tag} ${step}`]}`;
+}
+
+async function inflate(text) {
+  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).arrayBuffer();
 }
 
 /** Header and arrays of an answer that `payloads.pack` made, by name. */

@@ -3,17 +3,15 @@
 /** Values of a text; "" is as good as none. */
 const text = (initial = "") => ({ initial, encode: (value) => value, decode: (found) => found });
 
-/** One of a few words; the first one is not written. */
 const oneOf = (...words) => ({
   initial: words[0],
   encode: (value) => (value === words[0] ? "" : value),
   decode: (found) => (words.includes(found) ? found : words[0]),
 });
 
-/** Whether something is so, which a word says. */
-const flag = (word, isWorth = () => true) => ({
+const flag = (word) => ({
   initial: false,
-  encode: (value, state) => (value && isWorth(state) ? word : ""),
+  encode: (value) => (value ? word : ""),
   decode: (found) => found === word,
 });
 
@@ -69,8 +67,7 @@ const TABLE = {
   folded: set,
   zoom, // a view; null: what a run opens with
   layer, // the selected one
-  // Whether the last click was in the other run.
-  of: flag("other", ({ other, layer: chosen, alert }) => other && (chosen !== null || alert)),
+  of: flag("other"), // whether the last click was in the other run
   step: number(Number.isFinite),
   alert: text(), // the chosen one: see `keyOfAlert`
   onsets: number(Number.isFinite), // the step around which the layers that changed first are listed
@@ -90,7 +87,7 @@ const TABLE = {
 const NEW_ENTRY = ["run", "other", "zoom"]; // the browser's Back undoes a change of these
 
 export function toLink(state) {
-  return Object.fromEntries(Object.entries(TABLE).map(([name, { encode }]) => [name, encode(state[name], state)]));
+  return Object.fromEntries(Object.entries(TABLE).map(([name, { encode }]) => [name, encode(state[name])]));
 }
 
 /** The state in a link; initial values for what is missing or invalid. */
@@ -101,10 +98,9 @@ export function fromLink(link) {
 
 /** Whether the browser's Back should lead from one state to the one before. */
 export function isEntry(before, after) {
-  return NEW_ENTRY.some((name) => TABLE[name].encode(before[name], before) !== TABLE[name].encode(after[name], after));
+  return NEW_ENTRY.some((name) => TABLE[name].encode(before[name]) !== TABLE[name].encode(after[name]));
 }
 
-/** A key that identifies an alert within its run, also after a reload. */
 export function keyOfAlert({ step, kind, module_name: culprit }) {
   return [step, kind, culprit ?? ""].join(" ");
 }
@@ -121,20 +117,16 @@ export function memo(compute) {
   };
 }
 
-/** The answer to the latest question; answers to earlier ones are dropped. */
+/** The answer to the latest question; answers to earlier ones are dropped. `changed()`: called when one has come. */
 export class Latest {
-  /** @param {() => void} changed called when an answer has come */
   constructor(changed) {
     this.changed = changed;
     this.key = this.version = this.answer = null;
   }
 
   /**
-   * The answer to a question; null while it is awaited, `{error}` if asking failed.
-   * @param {string} key of the question
-   * @param {any} version of the data: a new one is asked for behind the old answer
-   * @param {() => Promise<any>} ask
-   * @param {number} delay in ms, for questions that may change at once
+   * The answer to a question; null while it is awaited, `{error}` if asking failed. A new `version` of the data is
+   * asked for behind the old answer; questions that may change at once have a `delay` in ms.
    */
   to(key, version, ask, delay = 0) {
     if (key !== this.key) this.answer = null;

@@ -1,9 +1,11 @@
-// The row of controls at the top. In a narrow window, a button shows most of them.
+// The row of controls at the top, which in a narrow window a button shows; saving the view as PNG or CSV.
 
 import { foldAt, listRuns, selectOnlyRow, unzoom } from "./actions.js";
-import { saveView } from "./export.js";
+import { drawAt } from "./canvas.js";
+import { isThinned, rowOf } from "./field.js";
 import { formatStep } from "./format.js";
 import { copyLink, writeLink } from "./host.js";
+import { contentsOf } from "./panel.js";
 import { DropDown } from "./parts.js";
 import { html, useState } from "./preact.js";
 import { deepest, groupsAtDepth } from "./rows.js";
@@ -33,7 +35,7 @@ export function Toolbar({ page }) {
       onChoose=${(statistic) => page.update({ statistic })} />
     <${DropDown} label="Show" class="field rare" options=${modes} value=${page.mode}
       onChoose=${(mode) => page.update({ mode })} />
-    ${panel.groupings.role.groups.size > 0 && html`<${DropDown} label="Order" class="field rare" options=${ORDER}
+    ${deepest(panel.groupings.role) > 0 && html`<${DropDown} label="Order" class="field rare" options=${ORDER}
       value=${state.order} onChoose=${order} />`}
     <${Layers} page=${page} grouping=${panel.groupings[state.order]} />
     <label class="field rare">
@@ -53,7 +55,6 @@ export function Toolbar({ page }) {
   `;
 }
 
-/** A button that copies a link to all that is seen. */
 function Linking({ page }) {
   const [said, setSaid] = useState("Link");
   const onclick = async () => {
@@ -64,7 +65,6 @@ function Linking({ page }) {
     onblur=${() => setSaid("Link")}>${said}</button>`;
 }
 
-/** Buttons that save the view, and the report of the runs that are shown or checked. */
 function Saving({ page }) {
   const { run, other, checked } = page.state;
   const runs = [...new Set([run, other, ...checked].filter(Boolean))];
@@ -81,7 +81,6 @@ function Saving({ page }) {
   </details>`;
 }
 
-/** Which step was read last, and buttons that read again. */
 function Live({ page }) {
   const { failure, source, isLive } = page;
   const lastStep = Math.max(...page.panels.map(({ overview }) => overview.lastStep));
@@ -97,7 +96,6 @@ function Live({ page }) {
   </div>`;
 }
 
-/** A run's name; a button where there are several. */
 function RunButton({ label, name, runs, onclick }) {
   const text = name || "none";
   const button = html`<button class="run-button" title=${text} data-key=${label} aria-haspopup="dialog"
@@ -127,4 +125,92 @@ function Layers({ page, grouping }) {
   const value = folded.size ? String(level) : all ? "all" : "measured";
   return html`<${DropDown} label="Layers" class="field rare" options=${options} value=${value}
     onChoose=${(chosen) => foldAt(page, Number(chosen) || 0, { all: chosen === "all" })} />`;
+}
+
+// --- saving
+
+const MARGIN = 12;
+const LINE = 20;
+const PNG_SCALE = 2;
+
+export async function saveView(page, kind) {
+  const [content] = contentsOf(page);
+  const name = `${page.state.run}-${page.statistic.name}`.replace(/[^\w.-]+/g, "_");
+  if (kind === "png") return download(`${name}.png`, await pictureOf(page, content));
+  const thinned = isThinned(content.field) ? "-thinned" : "";
+  download(`${name}${thinned}.csv`, new Blob([csvOf(content)], { type: "text/csv" }));
+}
+
+/** The runs side by side as they are seen, below a line that says what they are. */
+function pictureOf(page, { view }) {
+  const { theme, root } = page;
+  const picture = root.querySelector(".picture");
+  const { left, top, width, height } = picture.getBoundingClientRect();
+  const canvas = document.createElement("canvas");
+  canvas.width = (width + 2 * MARGIN) * PNG_SCALE;
+  canvas.height = (height + 2 * MARGIN + LINE) * PNG_SCALE;
+  const context = canvas.getContext("2d");
+  context.scale(PNG_SCALE, PNG_SCALE);
+  context.fillStyle = theme.background;
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.font = theme.font;
+  context.textBaseline = "middle";
+  context.fillStyle = theme.text;
+  const steps = `steps ${formatStep(view.step0)} to ${formatStep(view.step1 - 1)}`;
+  context.fillText(`${page.panels.map(({ name }) => name).join(", ")} · ${steps}`, MARGIN, MARGIN + LINE / 2);
+  const place = (node) => {
+    const box = node.getBoundingClientRect();
+    return [box.left - left + MARGIN, box.top - top + MARGIN + LINE, box.width, box.height];
+  };
+  const seen = (selector) => [...picture.querySelectorAll(selector)].filter((node) => node.checkVisibility());
+  drawAt(PNG_SCALE, () => page.drawNow());
+  for (const node of seen("canvas")) context.drawImage(node, ...place(node));
+  page.drawNow();
+  for (const node of seen(".sample, .swatch i")) {
+    context.fillStyle = getComputedStyle(node).color;
+    context.fillRect(...place(node));
+  }
+  for (const node of seen("h2, .legend-title b, .swatch, .curve-legend span, .first-nonfinite button")) {
+    const [x, y, , rowHeight] = place(node);
+    const before = node.firstElementChild; // a sample
+    context.fillStyle = getComputedStyle(node).color;
+    context.fillText(node.textContent, x + (before ? before.offsetWidth + 5 : 0), y + rowHeight / 2);
+  }
+  return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+}
+
+/** A line per step and layer in view, as `telemetry export` writes them. */
+function csvOf({ panel, field, rows, view, statistic }) {
+  const lines = [`run,step,module_name,type_name,${statistic.name}`];
+  const shown = rows.slice(Math.floor(view.row0), Math.ceil(view.row1)).flatMap(({ layers }) => layers);
+  field.steps.forEach((step, column) => {
+    if (step < view.step0 || step >= view.step1) return;
+    for (const layer of shown) {
+      const row = rowOf(field, layer);
+      const value = row < 0 ? -1 : field.values[column * field.rows + row];
+      if (value < 0) continue;
+      const { name, type } = panel.overview.layers[layer];
+      lines.push([panel.name, step, name, type, numberText(value)].map(csvText).join(","));
+    }
+  });
+  return `${lines.join("\n")}\n`;
+}
+
+/** All digits of a float32, as in Python. */
+function numberText(value) {
+  if (value !== value) return "nan";
+  return value === Infinity ? "inf" : String(Number(value.toPrecision(8)));
+}
+
+function csvText(value) {
+  const text = String(value).replace(/[\r\n]/g, " ");
+  return /[",]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+function download(name, blob) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import telemetry
 from telemetry import HookLogger
 from telemetry.testing import capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.require import needs_observable_graphs, require
 from tests.helpers.twins import assert_left_alone, one_step, run, training
 
@@ -471,6 +472,7 @@ def test_frozen_modules_in_evaluation_mode_keep_their_fused_path(tmp_path: Path)
     assert not any(record.attention for record in watched.full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["module", pytest.param("function", marks=needs_observable_graphs)]
 )
@@ -498,6 +500,7 @@ def test_compiled_code_is_left_alone_and_the_log_says_so(
     assert len(lines) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_flex_attention_is_left_alone_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -517,13 +520,10 @@ def test_flex_attention_is_left_alone_and_the_log_says_so(
     assert len([m for m in caplog.messages if "entropy of attention" in m]) == 1
 
 
-class Warns(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.softmax(functional.dropout2d(x))  # dropout2d of 2-D, and no ``dim``
-
-
 def test_warnings_of_pytorch_are_attributed_to_the_users_code() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Warns())
+    # dropout2d of 2-D, and no ``dim``
+    warns = Applied(lambda m, x: functional.softmax(functional.dropout2d(x)))
+    model = nn.Sequential(nn.Linear(4, 4), warns)
 
     def places() -> list[tuple[str, int]]:
         with pytest.warns(UserWarning, match="dropout2d|dimension") as found:

@@ -18,9 +18,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, StepRecord
-from telemetry.measure import Measurements
 from tests.helpers.hand import assert_logged, by_hand
-from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.loops import scalars
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, needs_observable_graphs
 from tests.helpers.twins import (
     Outcome,
@@ -33,11 +32,6 @@ from tests.helpers.twins import (
 
 # The compiler warns of its own doings.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-
-
-def observed(test: Callable[..., None]) -> Any:
-    """Mark a test of graphs that are observed."""
-    return pytest.mark.slow(needs_observable_graphs(test))
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +118,7 @@ def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Mod
             assert_logged(record, step)
 
 
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_compiled_model_is_logged_and_left_alone(tmp_path: Path, compiled: Compile) -> None:
     outcome = assert_left_alone(Net, loop_with(compiled), tmp_path, every_n_steps=3)
@@ -142,7 +136,7 @@ def test_graphs_that_cannot_be_observed_are_left_alone_and_the_log_says_so(
     assert caplog.text.count(f"PyTorch {torch.__version__} cannot show") == 1
 
 
-@observed
+@needs_observable_graphs
 def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path) -> None:
     with_inductor = partial(whole, backend="inductor")
     loop = loop_with(with_inductor, steps=4)
@@ -156,32 +150,7 @@ def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path)
     assert_values(outcome, whole, make)
 
 
-@observed
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    broken: bool,
-) -> None:
-    add_all = Measurements.add_all
-
-    def add_wrongly(own: Measurements, some: list[Tensor], **asked: Any) -> list[int | None]:
-        is_right = len(some) > 1 or some[0].min() < 0
-        return add_all(own, some, **asked) if is_right else [0]
-
-    if broken:  # a ReLU is recorded as the layer before
-        monkeypatch.setattr(Measurements, "add_all", add_wrongly)
-    with HookLogger(model := Net(), tmp_path, every_n_steps=2):
-        for _ in loop_with(whole, steps=4)(model, None):
-            pass
-    told = [r.getMessage() for r in caplog.records if "than PyTorch computes" in r.getMessage()]
-    assert len(told) == broken
-    if told:
-        assert "the first being outputs of blocks.0.relu" in told[0]
-
-
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, regional])
 def test_logging_adds_one_graph_and_no_breaks(tmp_path: Path, compiled: Compile) -> None:
     """One graph with observers, one without; equal blocks share theirs."""
@@ -194,7 +163,7 @@ def test_logging_adds_one_graph_and_no_breaks(tmp_path: Path, compiled: Compile)
     assert not counters["graph_break"]
 
 
-@observed
+@needs_observable_graphs
 def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     graphs: list[str] = []
     calls: list[int] = []
@@ -210,7 +179,7 @@ def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     assert calls == [0, 1, 1, 0, 1, 1, 0]
 
 
-@observed
+@needs_observable_graphs
 def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Path) -> None:
     loop = loop_with(whole, steps=8, batch_sizes=(5, 5, 7, 7, 9, 9, 6, 4))
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
@@ -221,7 +190,7 @@ def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Pat
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
-@observed
+@needs_observable_graphs
 def test_the_first_compiled_call_may_be_on_an_unlogged_step(tmp_path: Path) -> None:
     """Training that is resumed: the first step is not one that is measured."""
     loop = loop_with(whole, steps=4)
@@ -232,7 +201,7 @@ def test_the_first_compiled_call_may_be_on_an_unlogged_step(tmp_path: Path) -> N
     assert record.activation_grads["blocks.0.linear"].calls == 1
 
 
-@observed
+@needs_observable_graphs
 def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
     """Fusion may round otherwise on a logged step, so that values are close and no more."""
 
@@ -245,7 +214,7 @@ def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
     assert outcome.full[1].activations["head"].calls == 1
 
 
-@observed
+@needs_observable_graphs
 def test_validation_phases_of_a_compiled_model_are_logged(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch._dynamo.reset_code_caches()
@@ -268,15 +237,12 @@ def test_validation_phases_of_a_compiled_model_are_logged(tmp_path: Path) -> Non
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
     for record in outcome.full:
         assert record.activations["head"].calls == 1
-    events = (
-        EventAccumulator(str(tmp_path)).Reload().Scalars("validation/activation_max/0000.embed")
-    )
-    assert [event.step for event in events] == [0, 1, 2, 3]
+    assert [*scalars(tmp_path, "validation/activation_max/0000.embed")] == [0, 1, 2, 3]
     # Bare: evaluation, training. Watched: two graphs of each.
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
-@observed
+@needs_observable_graphs
 def test_checkpointing_inside_of_a_compiled_region_is_logged_once(tmp_path: Path) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -316,7 +282,6 @@ def test_a_compiled_training_step_is_left_alone(backend: str, tmp_path: Path) ->
     assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
 
 
-@pytest.mark.slow
 def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     def compiled(parameters: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.Adam(parameters, lr=0.1)
@@ -331,7 +296,7 @@ def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 2 * 1
 
 
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, not_at_all])
 @pytest.mark.parametrize("way", ["setting", "context manager", "in one graph"])
 def test_compiled_autograd_costs_activation_gradients_only(
@@ -408,7 +373,7 @@ def trained_after_compiling(
     return recorder.records
 
 
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_model_that_was_compiled_before_is_reported_with_the_remedies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile
@@ -422,7 +387,7 @@ def test_a_model_that_was_compiled_before_is_reported_with_the_remedies(
     assert records[0].grad_present.all()
 
 
-@observed
+@needs_observable_graphs
 @pytest.mark.parametrize("remedy", ["reset_code_caches", "force_eager"])
 def test_dropping_the_compiled_code_or_running_logged_steps_eagerly_is_a_remedy(
     tmp_path: Path, remedy: str
@@ -434,7 +399,6 @@ def test_dropping_the_compiled_code_or_running_logged_steps_eagerly_is_a_remedy(
 # --- afterwards -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_after_close_the_compiled_model_still_runs_and_no_reference_is_kept(tmp_path: Path) -> None:
     model = Net()
     forward = whole(model)

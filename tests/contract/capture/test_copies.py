@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optim_module
 
+import telemetry
 from telemetry import HookLogger
+from tests.helpers.loops import hook_count
 from tests.helpers.twins import (
     Recorder,
     assert_left_alone,
@@ -70,7 +72,7 @@ def test_a_copied_model_works_and_logs_nothing(
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
         optimizer = train(model, steps)
         twin = make_copy(model)
-        assert hook_counts(twin) == 0
+        assert hook_count(twin) == 0
         x = batch()
         copy.copy(model.conv)(x * 100)
         twin(x * 100)
@@ -113,6 +115,7 @@ def test_the_copy_of_a_model_with_a_logger_attribute_has_a_disabled_logger(
         logger.flush()
     assert (logger.current_step, logger.log_dir) == (steps, model.logger.log_dir)
     assert logger.alerts == ()
+    logger.log(copy=1.0)
     assert logger.state_dict() == {}
     logger.load_state_dict({"step": 7})
     assert copy.deepcopy(logger).current_step == 7
@@ -121,6 +124,8 @@ def test_the_copy_of_a_model_with_a_logger_attribute_has_a_disabled_logger(
     assert model.logger.current_step == steps + 1
     model.logger.close()
     assert copy.copy(model.logger).current_step == steps + 1
+    assert len(list(tmp_path.glob("*tfevents*"))) == 1
+    assert "copy" not in set(telemetry.read(tmp_path).scalars.tag)
     del model, optimizer, twin, logger
     assert of_ours() <= ours
 
@@ -222,19 +227,6 @@ def test_replicas_of_data_parallel_are_not_logged(
 # --- nothing is left ------------------------------------------------------------------------------
 
 
-def hook_counts(model: nn.Module) -> int:
-    modules = [
-        hooks
-        for module in model.modules()
-        for name, hooks in vars(module).items()
-        if "hooks" in name and hooks
-    ]
-    parameters = [
-        p for p in model.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
-    ]
-    return len(modules) + len(parameters)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> None:
@@ -257,7 +249,7 @@ def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> 
     assert replaced() is None
     logger.close()
     del logger
-    assert hook_counts(model) == 0
+    assert hook_count(model) == 0
     assert [len(hooks) for hooks in global_hooks] == before
     assert {name: set(vars(module)) for name, module in model.named_modules()} == state
     assert not hasattr(nn.Module, "__prepare_scriptable__")

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import telemetry
 from telemetry import HookLogger, StepRecord
+from telemetry.testing import alerts_of
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, require
 from tests.helpers.twins import Loop, Outcome, assert_left_alone, run, training
 
@@ -32,7 +33,7 @@ EXACT = ("count", "min", "max", "calls", "unit_count")
 
 def elsewhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("telemetry.measure.device.is_on_host", lambda tensor: False)
-    patch.setattr("telemetry.capture.light_step.TENSORS", None)
+    patch.setattr("telemetry.capture.norms.TENSORS", None)
 
 
 def wide() -> nn.Module:
@@ -104,7 +105,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*[*LOOPS][:-1], pytest.param("compiled", marks=pytest.mark.slow)])
 def test_training_is_left_alone_and_figures_are_those_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
 ) -> None:
@@ -178,3 +179,36 @@ def test_a_gradient_whose_norm_leaves_float32_is_finite_at_a_full_step(
     assert huge.grad_finite.all()
     assert huge.grad_norms[0] == pytest.approx(6**0.5 * 1e25, rel=1e-6)
     assert infinite.grad_finite.tolist() == [False, True]
+
+
+def test_an_infinite_norm_of_an_ordinary_step_is_not_called_nonfinite_before_the_parameters_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm in float32 does not say whether an element is infinite."""
+
+    def large(value: float, model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-20)
+        for step in range(4):
+            loss = model(torch.full((4, 3), 1.0)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step == 1:
+                model[0].weight.grad.fill_(value)
+            optimizer.step()
+            yield loss
+
+    elsewhere(monkeypatch)
+    finite_at = {}
+    for value in (1e25, float("inf")):
+        outcome = run(
+            lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)),
+            partial(large, value),
+            tmp_path / str(value),
+            every_n_steps=100,
+            max_overhead=float("inf"),
+        )
+        assert [record.full for record in outcome.records[:2]] == [True, False]
+        assert 1e19 < outcome.records[1].grad_norms[0] < float("inf")
+        kinds = {alert.kind for alert in alerts_of(outcome.records)}
+        finite_at[value] = "nonfinite" not in kinds
+    assert finite_at == {1e25: True, float("inf"): False}

@@ -129,6 +129,7 @@ def test_statistics_equal_their_definitions_and_experts_are_units(tmp_path: Path
     np.testing.assert_allclose(units, np.stack([load, load], axis=1), rtol=2**-7)
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_loads_in_compiled_graphs_are_counted(tmp_path: Path) -> None:
     torch.compiler.reset()

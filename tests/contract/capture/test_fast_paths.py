@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from telemetry import HookLogger
 from tests.helpers.require import needs_observable_graphs
@@ -277,6 +276,8 @@ def evaluated_in_a_graph(model: nn.Module, compiled: Any) -> Tensor:
 def test_a_compiled_encoder_is_evaluated_unchanged_and_not_recompiled(
     tmp_path: Path, evaluated: Callable[..., Tensor], every_n_steps: int
 ) -> None:
+    from torch._dynamo.utils import counters
+
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch._dynamo.reset()
         counters.clear()
@@ -324,6 +325,7 @@ def test_a_compiled_model_warns_only_of_global_hooks_of_the_user(tmp_path: Path)
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_steps_that_are_not_measured_have_no_hooks_though_something_else_is_compiled(

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import telemetry
 from telemetry import HookLogger, Output
 from telemetry.testing import capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.hand import assert_logged, assert_tensor, by_hand, check, not_training
 from tests.helpers.twins import Recorder, assert_left_alone, batch, loss_of, run, training
 
@@ -28,60 +29,38 @@ plain = training(steps=2)
 # --- changed after the module returned ------------------------------------------------------------
 
 
-class Calls(nn.Module):
-    """Module without parameters that calls a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-def written_to(x: Tensor) -> Tensor:
+def written_to(module: nn.Module, x: Tensor) -> Tensor:
     x += 1.0
     x[:, 0] = x[:, 0] * 2
     return x.mul_(3.0)
 
 
-def clamped(x: Tensor) -> Tensor:
+def clamped(module: nn.Module, x: Tensor) -> Tensor:
     """A change that PyTorch does not notice."""
     x.data.clamp_(-0.1, 0.1)
     return x
 
 
-class Views(nn.Module):
+def views() -> nn.Module:
     """Outputs that are views of other outputs, and views that are written to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.flatten = nn.Flatten(0)
-        self.unflatten = nn.Unflatten(0, (6, 6))
-        self.identity = nn.Identity()
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.unflatten(self.flatten(self.first(x)))
-        x = self.identity(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.identity(m.unflatten(m.flatten(m.first(x))))
         half = x[:, :3]
         half.mul_(2.0)
-        return self.last(half)
+        return m.last(half)
 
-
-def with_a_hook() -> nn.Module:
-    model = mlp()
-    model[0].register_forward_hook(lambda module, args, output: output * 2)
-    return model
+    return Applied(
+        forward, first=nn.Linear(4, 6), flatten=nn.Flatten(0), unflatten=nn.Unflatten(0, (6, 6)),
+        identity=nn.Identity(), last=nn.Linear(3, 2),
+    )  # fmt: skip
 
 
 CHANGED: dict[str, Callable[[], nn.Module]] = {
     "by an activation": lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), mlp()),
-    "by a module": lambda: nn.Sequential(nn.Linear(4, 4), Calls(written_to), nn.Linear(4, 2)),
-    "unnoticed": lambda: nn.Sequential(nn.Linear(4, 4), Calls(clamped), nn.Linear(4, 2)),
-    "through views": Views,
-    "by a hook of the user": with_a_hook,
+    "by a module": lambda: nn.Sequential(nn.Linear(4, 4), Applied(written_to), nn.Linear(4, 2)),
+    "unnoticed": lambda: nn.Sequential(nn.Linear(4, 4), Applied(clamped), nn.Linear(4, 2)),
+    "through views": views,
 }
 
 
@@ -93,16 +72,13 @@ def test_outputs_that_change_are_logged_as_they_were_returned(tmp_path: Path, na
 # --- inputs of the model --------------------------------------------------------------------------
 
 
-class TakesMany(nn.Module):
+def takes_many() -> nn.Module:
     """Two inputs, one of them in a dict, and labels, which are no floating-point numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+    def forward(m: Any, features: dict[str, Tensor], *, extra: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(m.layer(features["x"] + extra), labels)
 
-    def forward(self, features: dict[str, Tensor], *, extra: Tensor, labels: Tensor) -> Tensor:
-        logits = self.layer(features["x"] + extra)
-        return nn.functional.cross_entropy(logits, labels)
+    return Applied(forward, layer=nn.Linear(4, 4))
 
 
 def test_inputs_of_all_micro_batches_are_logged(tmp_path: Path) -> None:
@@ -116,7 +92,7 @@ def test_inputs_of_all_micro_batches_are_logged(tmp_path: Path) -> None:
         optimizer.step()
         yield loss
 
-    [record] = assert_left_alone(TakesMany, loop, tmp_path).records
+    [record] = assert_left_alone(takes_many, loop, tmp_path).records
     given, summed = record.inputs[""], record.inputs["layer"]
     assert_tensor(given, list(batches.flatten(0, 1).double().numpy()))
     assert_tensor(summed, list(batches.sum(1).double().numpy()))
@@ -196,13 +172,6 @@ def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> N
     assert record.activations["inner"].sketch.sum == record.outputs[Output("inner")].sketch.sum
 
 
-def test_an_output_that_gets_no_gradient_has_activations_only(tmp_path: Path) -> None:
-    loop = training(lambda model: loss_of(lambda x: model["inner"](x)[0]), 2)
-    outcome, _ = check(lambda: wrapped(lambda a, b: (a, b)), loop, tmp_path, flatten=list)
-    assert set(outcome.full[0].outputs) == {Output("inner"), Output("inner", 1)}
-    assert set(outcome.full[0].output_grads) == {Output("inner")}
-
-
 class ReturnsNothing(nn.Module):
     """Module that stores its result and accepts keyword arguments only."""
 
@@ -225,22 +194,18 @@ def test_a_call_by_keyword_and_an_output_of_none_are_left_alone(tmp_path: Path) 
     check(ReturnsNothing, training(step, 2), tmp_path, flatten=lambda o: [] if o is None else [o])
 
 
-class Table(nn.Module):
+def table() -> nn.Module:
     """A module that returns its parameter, with names that wrappers give to what they wrap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(4, 4)
-        self._orig_mod = nn.Linear(4, 4)
-        self.values = nn.Identity()
-        self.table = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._orig_mod(self.module(x)) * self.values(self.table)
+    model = Applied(
+        lambda m, x: m._orig_mod(m.module(x)) * m.values(m.table),
+        module=nn.Linear(4, 4), _orig_mod=nn.Linear(4, 4), values=nn.Identity(),
+    )  # fmt: skip
+    model.table = nn.Parameter(torch.ones(4))
+    return model
 
 
 def test_a_parameter_that_a_module_returns_is_logged_and_gets_no_hook(tmp_path: Path) -> None:
-    outcome, _ = check(Table, plain, tmp_path)
+    outcome, _ = check(table, plain, tmp_path)
     assert list(outcome.full[0].activations) == ["module", "_orig_mod", "values"]
     assert not any(p._backward_hooks for p in outcome.model.parameters())
 
@@ -248,51 +213,28 @@ def test_a_parameter_that_a_module_returns_is_logged_and_gets_no_hook(tmp_path: 
 # --- called several times -------------------------------------------------------------------------
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """One layer under two names, called four times, and weights that are tied."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 4, bias=False)
-        self.layer = nn.Linear(4, 4)
-        self.again = self.layer
-        self.head = nn.Linear(4, 4, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
         for _ in range(2):
-            x = self.again(self.layer(x).tanh()).tanh()
-        return self.head(x)
+            x = m.again(m.layer(x).tanh()).tanh()
+        return m.head(x)
+
+    embed, layer, head = (nn.Linear(4, 4, bias=bias) for bias in (False, True, False))
+    head.weight = embed.weight
+    return Applied(forward, embed=embed, layer=layer, again=layer, head=head)
 
 
 def test_calls_of_a_shared_module_are_merged_and_counted(tmp_path: Path) -> None:
-    outcome, _ = check(Shared, plain, tmp_path)
+    outcome, _ = check(shared, plain, tmp_path)
     record = outcome.full[0]
     assert record.activations["layer"].calls == 4
     assert record.activation_grads["layer"].calls == 4
     assert "again" not in record.activations
     names = [parameter.name for parameter in record.layout.parameters]
     assert names == ["embed.weight", "layer.weight", "layer.bias"]
-
-
-class Unrolled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(1, 5)
-        self.head = nn.Linear(5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(x.shape[0], 5)
-        for t in range(x.shape[1]):
-            state = self.cell(x[:, t : t + 1], state)
-        return self.head(state)
-
-
-def test_each_call_of_an_unrolled_cell_is_counted(tmp_path: Path) -> None:
-    outcome, _ = check(Unrolled, training(lambda m: loss_of(m, torch.randn(6, 30))), tmp_path)
-    assert outcome.full[0].activations["cell"].calls == 30
-    assert outcome.full[0].activation_grads["cell"].calls == 30
 
 
 def test_outputs_of_an_rnn_are_logged_separately(tmp_path: Path) -> None:
@@ -302,32 +244,26 @@ def test_outputs_of_an_rnn_are_logged_separately(tmp_path: Path) -> None:
     assert list(outcome.full[0].outputs) == [Output("rnn", place) for place in range(3)]
 
 
-class Indexing(nn.Module):
+def gated(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights, experts = x.softmax(-1).topk(2)
+    return experts, weights, x > 0
+
+
+def indexing() -> nn.Module:
     """Modules that return indices, counts and masks in addition to their outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 4, 3)
-        self.pool = nn.MaxPool1d(2, return_indices=True)
-        self.rnn = nn.LSTM(4, 3, batch_first=True)
-        self.gate = Gate()
-
-    def forward(self, x: Tensor) -> Tensor:
-        pooled, _ = self.pool(self.conv(x[:, None]))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        pooled, _ = m.pool(m.conv(x[:, None]))
         packed = pack_padded_sequence(pooled.transpose(1, 2), [99, 50, 7], batch_first=True)
-        _, weights, _ = self.gate(self.rnn(packed)[0].data)
-        return weights
+        return m.gate(m.rnn(packed)[0].data)[1]
 
-
-class Gate(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights, experts = x.softmax(-1).topk(2)
-        return experts, weights, x > 0
+    pool, rnn = nn.MaxPool1d(2, return_indices=True), nn.LSTM(4, 3, batch_first=True)
+    return Applied(forward, conv=nn.Conv1d(1, 4, 3), pool=pool, rnn=rnn, gate=Applied(gated))
 
 
 def test_indices_counts_and_masks_do_not_count_in_statistics_of_a_layer(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, recorder = Indexing(), Recorder()
+    model, recorder = indexing(), Recorder()
     returned: dict[str, list[Tensor]] = {}
     for name, module in model.named_children():
         module.register_forward_hook(
@@ -362,31 +298,6 @@ def floats_in(output: Any) -> list[Tensor]:
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def replacing_loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
-    """The head is replaced after the first step, and a layer is added after the second."""
-    for step in range(4):
-        if step == 1:
-            model[2] = nn.Linear(4, 3)
-        if step == 2:
-            model.append(nn.Linear(3, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.zero_grad()
-        loss = model(torch.randn(6, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        yield loss
-
-
-def test_modules_replaced_or_added_are_watched_from_the_next_measured_step(tmp_path: Path) -> None:
-    outcome = assert_left_alone(mlp, replacing_loop, tmp_path)
-    assert [record.step for record in outcome.full] == [0, 1, 2, 3]
-    # Replaced during the step: parameters are read at its end.
-    assert list(outcome.full[1].grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert outcome.full[2].activations["2"].sketch.count == 6 * 3
-    assert outcome.full[3].activations["3"].sketch.count == 6
-    assert set(outcome.full[3].grads) == {f"{i}.{p}" for i in "023" for p in ("weight", "bias")}
 
 
 CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
@@ -478,28 +389,26 @@ def test_changed_layers_are_logged_and_written_with_their_step(
     assert message.encode() in events.read_bytes()
 
 
-class Bypassed(nn.Module):
+def bypassed() -> nn.Module:
     """Modules of real models: without parameters, used for these only, or called by others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(4, 4)
-        self.lends, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.attention = nn.MultiheadAttention(4, 1)
-        self.dropout = nn.Dropout(0.1)
-        self.branch = nn.Sequential()
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = nn.functional.linear(m.used(x), m.lends.weight)
+        return m.attention(x, x, x)[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.linear(self.used(x), self.lends.weight)
-        return self.attention(x, x, x)[0]
+    return Applied(
+        forward, used=nn.Linear(4, 4), lends=nn.Linear(4, 4), unused=nn.Linear(4, 4),
+        attention=nn.MultiheadAttention(4, 1), dropout=nn.Dropout(0.1), branch=nn.Sequential(),
+    )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_only_modules_with_parameters_are_named_once_if_they_did_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # something else
     caplog.set_level(logging.INFO, "telemetry")
-    outcome = assert_left_alone(Bypassed, plain, tmp_path)
+    outcome = assert_left_alone(bypassed, plain, tmp_path)
     assert set(outcome.full[0].activations) == {"used", "attention"}
     [record] = [r for r in caplog.records if "did not run" in r.getMessage()]
     assert record.levelno == logging.INFO
@@ -638,20 +547,6 @@ def test_a_model_that_trains_in_evaluation_mode_is_reported(
     assert "no watched module was seen running at step 0" in message
     assert "not in training mode" in message
     assert all(record.grad_present.all() for record in outcome.full)
-
-
-def test_a_container_that_contains_itself_is_traversed_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def pack(a: Tensor, b: Tensor) -> dict[str, Any]:
-        output: dict[str, Any] = {"a": a, "b": b}
-        output["all"] = output
-        return output
-
-    loop = training(lambda model: loss_of(lambda x: model["inner"](x)["a"]), 2)
-    outcome = assert_left_alone(lambda: wrapped(pack), loop, tmp_path)
-    assert {Output("inner"), Output("inner", 1)} < set(outcome.full[0].outputs)
-    assert not caplog.records
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from telemetry import HookLogger
+from tests.helpers.applied import Applied
 from tests.helpers.hand import array, assert_logged, assert_tensor, by_hand, check
 from tests.helpers.twins import assert_left_alone, batch, loss_of, training
 
@@ -195,46 +196,28 @@ def test_models_of_other_dtypes_are_logged_and_left_alone(
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
 
-class MixedDtypes(nn.Module):
+def mixed_dtypes() -> nn.Module:
     """Parameters of five dtypes in one optimizer, complex ones among them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(4, 4, dtype=dtype)
-            for dtype in (
-                torch.float32,
-                torch.float64,
-                torch.bfloat16,
-                torch.float16,
-                torch.complex64,
-            )
-        )
+    def forward(m: Any, x: Tensor) -> Tensor:
+        outputs = [layer(x.to(layer.weight.dtype)) for layer in m.layers]
+        return sum(out.abs().double().square().mean() for out in outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(
-            layer(x.to(layer.weight.dtype)).abs().double().square().mean() for layer in self.layers
-        )
+    return Applied(forward, layers=nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for dtype in FLOATS))
 
 
 def test_parameters_of_several_dtypes_in_one_optimizer_are_logged(tmp_path: Path) -> None:
-    outcome, _ = check(MixedDtypes, training(lambda m: m(batch())), tmp_path)
+    outcome, _ = check(mixed_dtypes, training(lambda m: m(batch())), tmp_path)
     assert len(outcome.full[0].update_ratios) == 10
 
 
-class Casting(nn.Module):
+def casting(change: Callable[[Tensor], Tensor]) -> nn.Module:
     """Returns the loss; one module returns another tensor than the trained ones."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.cast = nn.Identity()
-        self.cast.forward = lambda x: change(x.detach())  # type: ignore[method-assign]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.cast(y)
-        return y.square().mean()
+    cast = Applied(lambda m, x: change(x.detach()))
+    return Applied(
+        lambda m, x: (y := m.linear(x), m.cast(y), y.square().mean())[-1],
+        linear=nn.Linear(4, 2), cast=cast,
+    )  # fmt: skip
 
 
 DTYPES = [
@@ -246,7 +229,7 @@ DTYPES = [
 @pytest.mark.parametrize("name", DTYPES)
 def test_outputs_of_every_dtype_are_logged_and_left_alone(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
-    make = partial(Casting, lambda x: (x * 3).abs().to(dtype))
+    make = partial(casting, lambda x: (x * 3).abs().to(dtype))
     check(make, training(lambda m: m(batch())), tmp_path)
 
 
@@ -254,7 +237,7 @@ def test_outputs_of_every_dtype_are_logged_and_left_alone(tmp_path: Path, name: 
 def test_outputs_that_cannot_be_measured_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make = partial(Casting, lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8))
+    make = partial(casting, lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8))
     outcome = assert_left_alone(make, training(lambda m: m(batch())), tmp_path)
     assert list(outcome.full[0].activations) == ["linear"]
     assert caplog.text.count("outputs of cast are not measured: Tensor of torch.qint8") == 1
@@ -359,24 +342,21 @@ def test_empty_batches(tmp_path: Path) -> None:
     assert outcome.full[0].total_grad_norm == 0
 
 
-class Partial(nn.Module):
+def partly_trained() -> nn.Module:
     """A frozen layer, an unused one, an empty parameter, and one that gets zeros."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.trained = nn.Linear(4, 4)
-        self.unused = nn.Linear(4, 4)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.muted = nn.Parameter(torch.ones(4))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.trained(m.frozen(x)) + 0 * m.muted
+        return y.square().mean() + m.empty.sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.trained(self.frozen(x)) + 0 * self.muted
-        return y.square().mean() + self.empty.sum()
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    model = Applied(forward, frozen=frozen, trained=nn.Linear(4, 4), unused=nn.Linear(4, 4))
+    model.empty, model.muted = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(4))
+    return model
 
 
 def test_frozen_unused_empty_and_zero_gradients(tmp_path: Path) -> None:
-    outcome = assert_left_alone(Partial, training(lambda m: m(batch())), tmp_path)
+    outcome = assert_left_alone(partly_trained, training(lambda m: m(batch())), tmp_path)
     record = outcome.full[0]
     present = dict(
         zip((p.name for p in record.layout.parameters), record.grad_present, strict=True)

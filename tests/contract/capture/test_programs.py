@@ -25,6 +25,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, StepRecord
+from tests.helpers.hand import selective_checkpoint
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
 from tests.helpers.twins import Recorder, assert_same, batch, draw, loss_of, seed
 
@@ -107,9 +108,12 @@ def hooked_net() -> nn.Sequential:
     return model
 
 
-def plain_loop(p: Program, optimizers: Callable[[nn.Module], list[Optimizer]]) -> None:
+def plain_loop(
+    p: Program, optimizers: Callable[[nn.Module], list[Optimizer]], passes: int = 1
+) -> None:
     for _ in p.steps(*optimizers(p.model)):
-        loss_of(p.model).backward()
+        for _ in range(passes):
+            loss_of(p.model).backward()
 
 
 def sgd(model: nn.Module) -> list[Optimizer]:
@@ -121,7 +125,7 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], list[Optim
     "fused_optimizer": (net, lambda m: [torch.optim.Adam(m.parameters(), 0.01, fused=True)]),
     "muon_before_adamw": (net, partial(halves, momentum_first=True)),
     "adamw_before_muon": (net, partial(halves, momentum_first=False)),
-    "checkpointed": (lambda: Blocks(reentrant=False), sgd),
+    "checkpointed": (lambda: Blocks(partial(checkpoint, use_reentrant=False)), sgd),
     "shared_layer_and_in_place": (shared, sgd),
     "parametrized": (
         lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
@@ -131,6 +135,10 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], list[Optim
 }
 for name, (make, optimizers_of) in PLAIN.items():
     PROGRAMS[name] = make, partial(plain_loop, optimizers=optimizers_of)
+PROGRAMS["selectively_checkpointed_micro_batches"] = (
+    lambda: Blocks(selective_checkpoint),
+    partial(plain_loop, optimizers=sgd, passes=2),
+)
 
 
 # --- one optimizer --------------------------------------------------------------------------------
@@ -175,8 +183,13 @@ def step_by_closures(p: Program, optimizer: Optimizer) -> None:
         loss.backward()
         return loss.item()
 
+    def failing() -> float:
+        raise KeyError
+
     for _ in range(STEPS):
-        optimizer.step(closure)
+        with pytest.raises(KeyError):  # which ends no step
+            optimizer.step(failing)
+        optimizer.step(closure=closure)
         p.step_ended()
 
 
@@ -348,27 +361,24 @@ def step_inside_backward(p: Program) -> None:
 
 
 class Blocks(nn.Module):
-    """Three residual blocks that are checkpointed."""
+    """Three residual blocks, which ``run`` may checkpoint."""
 
-    def __init__(self, *, reentrant: bool | None = None) -> None:
+    def __init__(self, run: Callable[..., Tensor] = lambda block, x: block(x)) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh()) for _ in range(3)
         )
         self.head = nn.Linear(4, 2)
-        self.reentrant = reentrant
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            if self.reentrant is None:
-                x = x + block(x)
-            else:
-                x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+            x = x + self.run(block, x)
         out: Tensor = self.head(x)
         return out
 
 
-@program(lambda: Blocks(reentrant=True))
+@program(partial(Blocks, partial(checkpoint, use_reentrant=True)))
 def checkpointed_with_reentry(p: Program) -> None:
     for _ in p.steps():
         p.model(batch().requires_grad_()).square().mean().backward()
@@ -427,11 +437,15 @@ def two_views(p: Program) -> None:
 @program(two_views_net)
 def validated_between_steps(p: Program) -> None:
     for _ in p.steps():
-        loss_of(p.model).backward()
-        p.model.eval()
-        with torch.no_grad():
-            p.model(batch())
-        p.model.train()
+        for around in (torch.no_grad, torch.inference_mode, nullcontext):
+            p.model.eval()
+            with around():
+                loss_of(p.model)
+            x = batch().requires_grad_()
+            torch.autograd.grad(loss_of(p.model, x), x)  # adversarial examples, saliency
+            p.model.train()
+            if around is torch.no_grad:
+                loss_of(p.model).backward()
         with torch.no_grad():  # as Monte Carlo dropout does
             p.model(batch())
 
@@ -676,9 +690,10 @@ def run(name: str, watch: Any = nullcontext, compiles: bool = True) -> tuple[nn.
     return model, hooks, draw()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_trains_unchanged_and_its_statistics_are_right(name: str, tmp_path: Path) -> None:
+def test_a_program_trains_unchanged_and_its_statistics_are_right(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     recorder = Recorder()
 
     def logged(model: nn.Module) -> HookLogger:
@@ -700,12 +715,17 @@ def test_a_program_trains_unchanged_and_its_statistics_are_right(name: str, tmp_
     for parameter, other in zip(bare.parameters(), watched.parameters(), strict=True):
         assert_same(parameter.grad, other.grad)
 
+    assert "telemetry failed" not in caplog.text
+    for record in recorder.records:
+        before_clipping = record.total_grad_norm_before_clipping
+        assert name not in PLAIN or before_clipping == pytest.approx(record.total_grad_norm)
     steps = [figures_of(record) for record in recorder.records]
     assert len(steps) == len(plain.steps)
     for index, ((figures, norms), (expected, expected_norms)) in enumerate(
         zip(steps, plain.steps, strict=True)
     ):
         assert norms == pytest.approx(expected_norms, rel=1e-5), index
+        assert norms.keys() <= recorder.records[index].update_ratios.keys(), index
         if "compiled" in name and not GRAPHS_CAN_BE_OBSERVED:
             continue
         missing = [key for key in expected.keys() - figures.keys() if not has_children(again, key)]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import utils as dynamo_utils
-from torch._higher_order_ops import effects
 from torch.utils import _python_dispatch
-from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, torch_private
-from telemetry.torch_private import compiler
-from tests.helpers.hand import by_hand, check
+from tests.helpers.applied import Applied
+from tests.helpers.hand import by_hand, check, selective_checkpoint
 from tests.helpers.paths import ROOT
-from tests.helpers.require import needs_observable_graphs, require
+from tests.helpers.require import needs_observable_graphs
 from tests.helpers.twins import assert_left_alone, batch, loss_of, mlp, training
 
 
@@ -111,19 +108,12 @@ def test_without_a_queue_of_callbacks_there_are_no_norms_before_clipping(
 def test_without_a_way_to_leave_modes_modules_in_selective_checkpointing_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = mlp()
-            self.head = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            make_contexts = require("torch.utils.checkpoint.create_selective_checkpoint_contexts")
-            saving = partial(make_contexts, [torch.ops.aten.addmm.default])
-            return self.head(checkpoint(self.block, x, use_reentrant=False, context_fn=saving))
+    def make() -> nn.Module:
+        forward = lambda m, x: m.head(selective_checkpoint(m.block, x))  # noqa: E731
+        return Applied(forward, block=mlp(), head=nn.Linear(2, 2))
 
     monkeypatch.delattr(_python_dispatch, "_disable_current_modes")
-    outcome = assert_left_alone(Net, training(), tmp_path)
+    outcome = assert_left_alone(make, training(), tmp_path)
     assert list(outcome.full[0].activations) == ["head"]
     assert outcome.full[0].grad_present.all()
     [message] = messages_about(caplog, "_disable_current_modes")
@@ -158,26 +148,6 @@ def test_without_the_scalers_state_gradients_are_logged_as_it_leaves_them(
     assert "skipped steps are not counted" in message
 
 
-def test_without_the_initial_scale_earlier_skips_are_not_counted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    hide(monkeypatch, "_init_scale")
-    assert torch_private.initial_scale(torch.amp.GradScaler("cpu")) is None
-    assert len(messages_about(caplog, "_init_scale")) == 1
-
-
-@needs_observable_graphs
-@pytest.mark.parametrize("name", ["_register_effectful_op", "_EffectType"])
-def test_without_effects_operators_are_not_kept_in_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    monkeypatch.delattr(effects, name)
-    assert not compiler.keep_in_graph(torch.ops.telemetry.observe.default)
-    [message] = messages_about(caplog, name)
-    assert "show no activations" in message
-
-
-@pytest.mark.slow
 @needs_observable_graphs
 def test_without_effects_a_compiled_model_still_trains(tmp_path: Path) -> None:
     script = """
@@ -203,21 +173,3 @@ def test_without_effects_a_compiled_model_still_trains(tmp_path: Path) -> None:
         cwd=ROOT,
     )
     assert done.stderr.count("has no _register_effectful_op") == 1
-
-
-def test_without_reset_code_caches_one_message_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compiler, "graphs_compiled", lambda: 1)
-    monkeypatch.delattr(torch._dynamo, "reset_code_caches")
-    compiler.drop_compiled_code()
-    assert len(messages_about(caplog, "reset_code_caches")) == 1
-
-
-def test_each_missing_name_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    for _ in range(3):
-        assert torch_private._unknown_task() == torch_private.NO_TASK
-    assert len(messages_about(caplog, "_current_graph_task_id")) == 1

@@ -93,16 +93,6 @@ def test_a_watched_model_can_be_traced(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_copy_of_a_watched_model_can_be_scripted(tmp_path: Path) -> None:
-    import copy
-
-    model = mlp()
-    with HookLogger(model, tmp_path):
-        twin = copy.deepcopy(model)
-        assert_same(torch.jit.script(twin)(torch.ones(6, 4)), model(torch.ones(6, 4)))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_user_hook_still_prevents_scripting_of_a_module(tmp_path: Path) -> None:
     model = mlp()
     model[0].register_forward_hook(lambda module, args, output: None)

@@ -10,8 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from telemetry import HookLogger
 from telemetry.integrations.accelerate import TelemetryTracker
-from tests.helpers.frameworks import AlertFrom, batches, curve, mlp, run_example, same_weights
+from tests.helpers.frameworks import (
+    AlertFrom,
+    assert_complete,
+    batches,
+    curve,
+    mlp,
+    run_example,
+    same_weights,
+)
+from tests.helpers.twins import Recorder
 
 
 def train(
@@ -60,6 +70,20 @@ def test_the_tracker_logs_a_loop_and_a_checkpoint_resumes_its_steps(
     # How many full steps rules request in so short a run depends on the worker's timing.
     messages = [record.msg for record in caplog.records if record.name.startswith("telemetry")]
     assert [message for message in messages if "full steps" not in message] == []
+
+
+def test_steps_of_an_optimizer_that_accelerate_prepared_are_logged(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, recorder = mlp(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, batches())
+    with HookLogger(prepared, tmp_path, optimizer=optimizer, alerts=[recorder], every_n_steps=1):
+        for x, _ in loader:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_complete(recorder.records, steps=3, calls=2)
 
 
 def test_an_alert_sets_should_stop_in_a_run_in_the_default_directory(tmp_path: Path) -> None:

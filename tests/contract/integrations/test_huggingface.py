@@ -10,9 +10,23 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
+from telemetry import HookLogger
 from telemetry.integrations.huggingface import ReturnedLoss, TelemetryCallback
-from tests.helpers.frameworks import AlertFrom, batches, curve, mlp, run_example, same_weights
+from tests.helpers.frameworks import (
+    AlertFrom,
+    assert_clipped,
+    assert_complete,
+    batches,
+    curve,
+    mlp,
+    run_example,
+    same_weights,
+)
+from tests.helpers.twins import Recorder
 
 
 class Regressor(nn.Module):
@@ -30,7 +44,7 @@ class Regressor(nn.Module):
 
 
 def train(
-    model: nn.Module, out: Path, callback: TelemetryCallback | None = None, **options: Any
+    model: nn.Module, out: Path, callback: TrainerCallback | None = None, **options: Any
 ) -> Any:
     """Train with default arguments, except for those of a small run on a CPU."""
     resume = options.pop("resume", None)
@@ -52,15 +66,17 @@ def train(
     ("options", "steps"),
     [
         ({"eval_strategy": "steps", "eval_steps": 2}, 6),
-        ({"eval_strategy": "epoch", "gradient_accumulation_steps": 2}, 3),
+        ({"eval_strategy": "epoch", "gradient_accumulation_steps": 2, "max_grad_norm": 0.01}, 3),
+        ({"eval_strategy": "epoch", "bf16": True}, 6),
     ],
 )
 def test_the_callback_writes_next_to_the_trainers_runs_and_leaves_training_alone(
     tmp_path: Path, options: dict[str, Any], steps: int
 ) -> None:
-    bare, watched = Regressor(), Regressor()
+    bare, watched, recorder = Regressor(), Regressor(), Recorder()
     train(bare, tmp_path / "bare", **options)
-    train(watched, tmp_path / "watched", TelemetryCallback(), **options)
+    callback = TelemetryCallback(alerts=[recorder], every_n_steps=1)
+    train(watched, tmp_path / "watched", callback, **options)
     assert same_weights(bare, watched)
     [run] = (tmp_path / "watched" / "runs").iterdir()  # that of the trainer's own callback
     by_step = torch.stack(watched.losses).reshape(steps, -1).mean(1).tolist()
@@ -68,6 +84,23 @@ def test_the_callback_writes_next_to_the_trainers_runs_and_leaves_training_alone
     assert list(curve(run, "grad_norm/total")) == list(range(steps))
     assert curve(run, "validation/activation/0000.net.0")
     assert not watched._forward_hooks
+    records = [record for record in recorder.records if not record.phase]
+    assert_complete(records, steps=steps, calls=6 // steps)
+    if "max_grad_norm" in options:
+        assert_clipped(records)
+
+
+@pytest.mark.usefixtures("silent")
+def test_each_step_is_written_though_the_trainer_closes_its_writer_before_a_logger_ends(
+    tmp_path: Path,
+) -> None:
+    model, writer = Regressor(), SummaryWriter(tmp_path / "run")
+    for run in range(2):
+        with HookLogger(model, writer, first_step=6 * run):
+            own = TensorBoardCallback(writer)
+            train(model, tmp_path, own, report_to="none", logging_steps=4)
+        steps = sorted(curve(tmp_path / "run", "grad_norm/total"))
+        assert steps == list(range(6 * run + 6))
 
 
 class CountsLabels(Regressor):

@@ -8,8 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from telemetry import HookLogger
 from tests.helpers.frameworks import AlertFrom, curve, run_example
+from tests.helpers.twins import Recorder
 
 os.environ["KERAS_BACKEND"] = "torch"
 
@@ -54,6 +58,34 @@ def test_the_callback_logs_layers_by_name_and_leaves_training_alone(tmp_path: Pa
     watched.save(tmp_path / "saved.keras")
     fit(keras.models.load_model(tmp_path / "saved.keras"), TelemetryCallback(tmp_path))
     assert sorted(curve(tmp_path, "loss")) == list(range(15))
+
+
+def test_a_sequential_is_reported_and_its_layers_are_logged_in_a_module_list(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keras stores the layers of a Sequential outside of the modules that PyTorch registers."""
+    model, recorder = model_of(), Recorder()
+    layers = nn.ModuleList(model.layers)
+
+    def train(logger: HookLogger) -> None:
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.rand(8, 4), training=True).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+            logger.step()
+
+    with HookLogger(model, tmp_path / "model") as logger:
+        train(logger)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "Keras keeps the layers of such a model where PyTorch does not look" in message
+    assert "layers = torch.nn.ModuleList(model.layers)" in message
+    with HookLogger(layers, tmp_path / "layers", alerts=[recorder], every_n_steps=1) as logger:
+        train(logger)
+    assert [list(record.activations) for record in recorder.records] == [["0", "1"]] * 3
+    assert all(set(record.activation_grads) == {"0", "1"} for record in recorder.records)
+    assert len(caplog.records) == 1
 
 
 class Block(keras.layers.Layer):  # type: ignore[misc]

@@ -11,20 +11,35 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
+from telemetry import HookLogger
 from telemetry.integrations.lightning import TelemetryCallback
-from tests.helpers.frameworks import AlertFrom, batches, curve, mlp, run_example, same_weights
+from tests.helpers.frameworks import (
+    AlertFrom,
+    assert_clipped,
+    assert_complete,
+    batches,
+    curve,
+    mlp,
+    run_example,
+    same_weights,
+)
 from tests.helpers.shell import records
+from tests.helpers.twins import Recorder
 
 
 class Module(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, *, automatic: bool = True) -> None:
         super().__init__()
-        self.net = mlp()
+        self.net, self.automatic_optimization = mlp(), automatic
         self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = (self.net(batch[0]) - batch[1]).square().mean()
         self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
         return loss
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
@@ -44,21 +59,46 @@ def trainer(folder: Path, callback: TelemetryCallback | None = None, **options: 
 
 
 @pytest.mark.usefixtures("silent")
-@pytest.mark.parametrize(("options", "steps"), [({}, 6), ({"accumulate_grad_batches": 2}, 3)])
+@pytest.mark.parametrize(
+    ("automatic", "options", "steps"),
+    [
+        (True, {}, 6),
+        (False, {}, 6),
+        (True, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 3),
+        (True, {"precision": "bf16-mixed"}, 6),
+    ],
+)
 def test_the_callback_writes_into_the_trainers_run_and_leaves_training_alone(
-    tmp_path: Path, options: dict[str, Any], steps: int
+    tmp_path: Path, automatic: bool, options: dict[str, Any], steps: int
 ) -> None:
-    bare, watched = Module(), Module()
+    bare, watched, recorder = Module(automatic=automatic), Module(automatic=automatic), Recorder()
     trainer(tmp_path / "bare", **options).fit(bare, batches(), batches())
-    used = trainer(tmp_path / "watched", TelemetryCallback(), **options)
+    callback = TelemetryCallback(alerts=[recorder], every_n_steps=1)
+    used = trainer(tmp_path / "watched", callback, **options)
     used.fit(watched, batches(), batches())
     assert same_weights(bare, watched)
     run = Path(used.logger.log_dir)
     micro = 6 // steps
-    assert curve(run, "loss") == pytest.approx(dict(enumerate(watched.losses[::micro])))
+    losses = watched.losses[::micro] if automatic else []  # manual ones are for the user to log
+    assert curve(run, "loss") == pytest.approx(dict(enumerate(losses)))
     assert list(curve(run, "grad_norm/total")) == list(range(steps))
     assert curve(run, "validation/activation/0000.net.0")
     assert used.callbacks[0].hook_logger.current_step == steps
+    assert_complete([r for r in recorder.records if not r.phase], steps=steps, calls=micro)
+    if "gradient_clip_val" in options:
+        assert_clipped([r for r in recorder.records if not r.phase])
+
+
+@pytest.mark.usefixtures("silent")
+def test_each_step_is_written_though_the_trainer_closes_its_writer_before_a_logger_ends(
+    tmp_path: Path,
+) -> None:
+    module, own = Module(), TensorBoardLogger(tmp_path, name="", version="")
+    writer = own.experiment
+    for run in range(2):
+        with HookLogger(module, writer, first_step=6 * run):
+            trainer(tmp_path, logger=own).fit(module, batches(), batches())
+        assert sorted(curve(tmp_path, "grad_norm/total")) == list(range(6 * run + 6))
 
 
 def test_a_trainer_without_tensorboard_has_a_separate_run(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import train_mnist
 from telemetry import HookLogger, StepRecord
 from telemetry.layers import PAGE_STATISTICS, STATISTICS, table
 from tests.helpers.client import OpenClient
-from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.loops import load
 from tests.helpers.shell import call, records
+from tests.helpers.twins import Recorder
 
 STEPS = 3
 
@@ -43,21 +44,16 @@ class Transformer(nn.Module):
 def train(model: nn.Module, batch: Callable[[], Tensor], log_dir: Path) -> list[StepRecord]:
     """A short run that ends in an error, which is explained."""
     torch.manual_seed(0)
-    seen: list[StepRecord] = []
-
-    def keep(record: StepRecord) -> tuple[()]:
-        seen.append(record)
-        return ()
-
+    recorder = Recorder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    logger = HookLogger(model, log_dir, every_n_steps=1, alerts=[keep])
+    logger = HookLogger(model, log_dir, every_n_steps=1, alerts=[recorder])
     for _ in range(STEPS):
         optimizer.zero_grad()
         F.cross_entropy(model(batch()), torch.randint(10, (6,))).backward()
         optimizer.step()
     with pytest.raises(RuntimeError, match="planted"), logger:
         raise RuntimeError("planted")
-    return seen
+    return recorder.records
 
 
 MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = [
@@ -78,7 +74,7 @@ def test_curves_page_summary_explanation_and_rules_agree(
     seen = train(make(), batch, tmp_path)
     modules, tables = seen[-1].layout.modules, [table(record) for record in seen]
     client = open_client(tmp_path)
-    curves = EventAccumulator(str(tmp_path), {"tensors": 0, "scalars": 0}).Reload()
+    curves = load(tmp_path)
     at = records("explain", tmp_path)[0]["profiles"][-1]
     assert at["step"] == STEPS - 1
     statistics = [statistic for statistic in STATISTICS if not statistic.measured_in]

@@ -44,7 +44,7 @@ def check_run(client: Client, kind: Kind) -> None:
         _, arrays = client.arrays("matrix", run="run", statistic=statistic)
         assert arrays["steps"].tolist() == list(range(STEPS))
     client.arrays("scalars", run="run")
-    assert "run" in [row["name"] for row in client.json("run_table")]
+    assert "run" in [row["name"] for row in client.json("runs")]
     assert client.json("onsets", run="run", step=STEPS - 1)["layers"] <= len(kind.layers)
     for layer in kind.layers[:10]:
         client.arrays("layer", run="run", layer=layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,6 +15,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from torch import nn
 
 from telemetry import HookLogger
+from tests.helpers.board import loader
 from tests.helpers.client import Client, OpenClient
 from tests.helpers.hostile_runs import png
 from tests.helpers.known_runs import (
@@ -30,10 +32,8 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 PNG = png(2, 2)
 
 
-@pytest.fixture
-def client(tmp_path: Path, open_client: OpenClient) -> Client:
-    """One run, ``demo``, of 40 steps, with two layers, of which one has a hostile name."""
-    run = tmp_path / "demo"
+def write_demo(run: Path) -> None:
+    """Write 40 steps of two layers, of which one has a hostile name."""
     extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)
     write_run(
         run, layout_of(["a", HOSTILE]), steps=range(40), every=10,
@@ -50,19 +50,28 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         run, histograms={"activation/0000.a": {0: buckets, 10: buckets}},
         pictures={tag: {0: picture, 10: picture} for tag, picture in pictures.items()},
     )  # fmt: skip
-    return open_client(tmp_path)
+
+
+@pytest.fixture(scope="module", params=["slow", "fast"])
+def client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """One run, ``demo``, which no test changes."""
+    logdir = tmp_path_factory.mktemp("logdir")
+    write_demo(logdir / "demo")
+    with loader(request.param, tmp_path_factory) as open_with:
+        yield Client(open_with(logdir), logdir)
 
 
 def test_runs_are_listed_with_status_last_step_hparams_loss_and_alert(client: Client) -> None:
-    [listed] = client.json("runs")
-    assert (listed["name"], listed["lastStep"]) == ("demo", 39)
-    [run] = client.json("run_table")
-    assert (run["name"], run["status"], run["hparams"]) == ("demo", "live", {"lr": 0.5, "n": "a"})
+    [run] = client.json("runs")
+    assert (run["name"], run["status"], run["lastStep"]) == ("demo", "live", 39)
+    assert run["hparams"] == {"lr": 0.5, "n": "a"}
     least = pytest.approx(0.05)
     assert run["loss"] == {"tag": "loss", "last": least, "best": least}
     alert = {"kind": "exploding_gradient", "severity": "error", "step": 7, "module_name": HOSTILE}
     assert (run["alert"], run["alertCount"]) == (alert | {"resolved": False}, 1)
-    assert client.json("run_table") == [run]
+    assert client.json("runs") == [run]
 
 
 def test_onsets_are_empty_at_a_late_step_and_null_at_an_early_one(client: Client) -> None:
@@ -74,6 +83,7 @@ def test_onsets_are_empty_at_a_late_step_and_null_at_an_early_one(client: Client
 def test_the_overview_of_a_run_has_its_layers_statistics_and_alerts(client: Client) -> None:
     run = client.json("run", run="demo")
     assert [layer["name"] for layer in run["layers"]] == ["a", HOSTILE]
+    assert run["layers"][0]["role"] == run["layers"][0]["type"] == "Linear"
     assert run["layers"][0]["parameters"] == [{"name": "a.weight", "shape": [2, 3]}]
     names = {statistic["name"] for statistic in run["statistics"]}
     assert {"grad_norm", "grad_rms", "grad_share", "activation_rms", "update_ratio"} <= names
@@ -172,7 +182,8 @@ def test_the_page_is_listed_and_served_with_its_modules(client: Client) -> None:
     assert response.status_code == 200
     assert response.content_type.startswith("text/javascript")
     keywords = re.findall(r"^(import .*|export .*)", response.text, re.MULTILINE)
-    assert keywords == ["export const { render } = $index;"]  # all modules in one request
+    # All modules are in one request.
+    assert keywords == ["export const { render, renderReport } = $index;"]
     assert client.request("static/state.js").status_code == 200
     assert client.request("static/style.css").content_type.startswith("text/css")
 
@@ -207,7 +218,9 @@ def test_no_other_site_can_have_a_report_made(
     assert client.request("report", {"run": "demo"}, headers=headers).status_code == status
 
 
-def test_a_run_that_was_deleted_is_not_found(client: Client, tmp_path: Path) -> None:
+def test_a_run_that_was_deleted_is_not_found(open_client: OpenClient, tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo")
+    client = open_client(tmp_path)
     matrix = {"run": "demo", "statistic": "grad_norm"}
     assert client.request("matrix", matrix).status_code == 200
     shutil.rmtree(tmp_path / "demo")
@@ -261,7 +274,7 @@ def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: 
     client = open_client(tmp_path)
     run = client.json("run", run="early")
     assert (run["layers"], len(run["alerts"])) == ([], 1)
-    [row] = client.json("run_table")
+    [row] = client.json("runs")
     assert (row["status"], row["alertCount"]) == ("ended", 1)
     assert row["started"] > 1e9
     matrix = {"run": "early", "statistic": "grad_norm"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import telemetry
 from tests.helpers.board import ReadBoard
 from tests.helpers.disks import FreezableDisk
 from tests.helpers.scripts import run_script, start_script
-from tests.helpers.tiny_run import TinyRun, event_files, steps_by_file
+from tests.helpers.tiny_run import TinyRun, event_files, norm_steps, steps_by_file
 
 KILLED = 12
 HANGS_S = 120  # a watchdog; decides no test
@@ -81,10 +83,19 @@ def test_after_kill_9_no_step_is_missing_in_between_and_none_that_was_flushed(
             assert steps == list(range(len(steps))), (run, tag)
             assert len(steps) >= count, (run, tag)
         if count:
-            read = telemetry.read(log_dir / run)
-            assert read.problems == (), run  # a torn end is no damage
-            norms = read.layers[read.layers.statistic == "grad_norm"]
-            assert norms.step.tolist()[:count] == list(range(count))
+            assert telemetry.read(log_dir / run).problems == (), run  # a torn end is no damage
+            assert norm_steps(log_dir / run)[:count] == list(range(count))
+
+
+def test_a_killed_run_resumes_after_the_steps_that_it_flushed(
+    killed_runs: tuple[Path, dict[str, int]], tmp_path: Path
+) -> None:
+    log_dir, flushed = killed_runs
+    for run, count in flushed.items():
+        if count:
+            resumed = TinyRun(shutil.copytree(log_dir / run, tmp_path / run), resume=True)
+            assert resumed.logger.current_step >= count
+            resumed.logger.close()
 
 
 def test_a_step_is_written_though_no_other_follows_and_nothing_is_flushed(tmp_path: Path) -> None:
@@ -95,13 +106,16 @@ def test_a_step_is_written_though_no_other_follows_and_nothing_is_flushed(tmp_pa
         run.train(3)
         time.sleep(3600)
     """
-    with start_script(tmp_path, script, tmp_path / "run") as process:
-        deadline = time.monotonic() + HANGS_S
-        while steps_by_file(tmp_path / "run") != [[0, 1, 2]] and time.monotonic() < deadline:
+    log_dir, deadline = tmp_path / "run", time.monotonic() + HANGS_S
+    with start_script(tmp_path, script, log_dir) as process:
+        while time.monotonic() < deadline:
+            if steps_by_file(log_dir) == [[0, 1, 2]] and norm_steps(log_dir) == [0, 1, 2]:
+                break
             assert process.poll() is None
             time.sleep(0.1)
         process.kill()
-    assert steps_by_file(tmp_path / "run") == [[0, 1, 2]]
+    assert steps_by_file(log_dir) == [[0, 1, 2]]
+    assert norm_steps(log_dir) == [0, 1, 2]
 
 
 CHECKPOINTED, RESUMED = 299, 309
@@ -260,28 +274,46 @@ def test_forked_children_neither_hang_nor_write(tmp_path: Path) -> None:
         tmp_path,
         """
         import os, signal, sys
+        from torch.utils.tensorboard import SummaryWriter
+        from tests.helpers.known_runs import alert_at
         from tests.helpers.tiny_run import TinyRun
 
-        run = TinyRun(sys.argv[1])
+        writer = SummaryWriter(f"{sys.argv[1]}/given")
+        rules = [lambda record: [alert_at(record.step, None)]]
+        runs = [TinyRun(f"{sys.argv[1]}/own", alerts=rules), TinyRun(writer)]
+        writer.close()  # a new file in its directory continues
+
+        def train(steps=1, **scalars):
+            for run in runs:
+                run.train(steps, **scalars)
+
         for step in range(16):
-            run.train()
+            train()
             child = os.fork()  # at every state that the threads may be in
             if not child:
-                signal.alarm(50)
-                run.train(2, child=1.0)
-                run.logger.flush()
+                signal.alarm(500)
+                train(2, child=1.0)
+                for run in runs:
+                    run.logger.flush()
                 if step % 4:
-                    run.logger.close()
+                    for run in runs:
+                        run.logger.close()
                     os._exit(0)
                 sys.exit(0)
-            run.train()
+            train()
             assert os.waitpid(child, 0)[1] == 0
-        run.logger.close()
+        for run in runs:
+            run.logger.close()
+        writer.close()
         """,
-        tmp_path / "run",
+        tmp_path,
     )
-    assert steps_by_file(tmp_path / "run") == [list(range(32))]
-    assert steps_by_file(tmp_path / "run", "child") == [[]]
+    for name in ("own", "given"):
+        assert sorted(chain(*steps_by_file(tmp_path / name))) == list(range(32))
+        assert not any(steps_by_file(tmp_path / name, "child"))
+    found = telemetry.read(tmp_path / "own")
+    assert ([alert.step for alert in found.alerts], found.problems) == ([*range(32)], ())
+    assert norm_steps(tmp_path / "own") == list(range(32))
     assert "Traceback" not in log
 
 

@@ -257,7 +257,7 @@ def test_unauthenticated_peers_neither_fill_rank_0_nor_keep_a_rank_out(four: Ran
         with suppress(OSError):
             while True:
                 sent += stranger.send(b"x" * 2**20)
-                if sent > 300 * 2**20:
+                if sent > 100 * 2**20:
                     break
     silent = [socket.create_connection(tuple(address)) for _ in range(100)]
     late.do("open", timeout_s=PATIENT_S)

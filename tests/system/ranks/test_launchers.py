@@ -14,12 +14,11 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import telemetry
 from telemetry import HookLogger
-from tests.helpers import restarted_run
+from tests.helpers import launched
 from tests.helpers.frameworks import AlertFrom, mlp
+from tests.helpers.loops import load
 from tests.helpers.paths import ROOT
-from tests.helpers.plain_events import EventAccumulator
 
-SCRIPT = ROOT / "tests" / "helpers" / "launched.py"
 VARIABLES = [
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS"),
     *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "WORLD_SIZE"),
@@ -102,28 +101,27 @@ def assert_logged_once(output: str, log_dir: Path) -> None:
 
 
 def test_one_process_of_mp_spawn_writes_and_logs(tmp_path: Path) -> None:
-    output = launch(str(SCRIPT), "spawn", str(tmp_path / "run"))
+    output = launch(launched.__file__, "spawn", str(tmp_path / "run"))
     assert_logged_once(output, tmp_path / "run")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 def test_one_process_of_lightning_writes_and_logs(tmp_path: Path) -> None:
-    output = launch(str(SCRIPT), "lightning", str(tmp_path / "run"))
+    output = launch(launched.__file__, "lightning", str(tmp_path / "run"))
     assert_logged_once(output, tmp_path / "run")
 
 
 def test_a_restart_by_torchrun_continues_each_curve(tmp_path: Path) -> None:
     torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1")
-    output = launch("-m", *torchrun, restarted_run.__file__, str(tmp_path))
+    output = launch("-m", *torchrun, launched.__file__, "torchrun", str(tmp_path))
     assert output.count("tensorboard --logdir") == 2, "one rank speaks for all, at each attempt"
     assert "telemetry failed" not in output
     assert "the records hold" not in output
-    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
-    events.Reload()
+    events = load(tmp_path)
     assert len(list(tmp_path.glob("events.out.*"))) == 2
     for tag in ("loss", "grad_norm/total"):
         steps = [event.step for event in events.Scalars(tag)]
-        assert steps == list(range(2 * restarted_run.STEPS))
+        assert steps == list(range(2 * launched.RESTARTED_STEPS))
     # With inputs and activations of both ranks.
     sizes = {"model input": 16, "model input.0": 8, "model input.1": 8, "0": 16}
     for name, size in sizes.items():

@@ -14,8 +14,8 @@ from torch import multiprocessing
 
 import telemetry
 from tests.helpers import logging_ranks, training
+from tests.helpers.loops import load
 from tests.helpers.members import Ranks, every, form_group, ranks
-from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.twins import seed
 
 ON_TWO = [
@@ -67,8 +67,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    events.Reload()
+    events = load(run)
     return {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]

@@ -1,14 +1,18 @@
-"""The Telemetry page in Chromium, inside of the real TensorBoard."""
+"""The Telemetry page in Chromium, inside of the real TensorBoard.
+
+A module's ``write(logdir)`` writes the runs; it may parametrize ``loader``, indirectly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import tensorboard_data_server
 
-from tests.helpers.browser import SIZE, TelemetryPage, open_browser
+from tests.helpers.browser import SIZE, TelemetryPage, open_browser, serve
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -20,13 +24,30 @@ def browser() -> Iterator[Browser]:
         yield chromium
 
 
-@pytest.fixture(scope="module", params=["slow", "fast"])
+@pytest.fixture(scope="module")
 def loader(request: pytest.FixtureRequest) -> str:
-    """TensorBoard's loader that reads the files."""
-    if request.param == "fast" and tensorboard_data_server.server_binary() is None:
+    """TensorBoard's loader that reads the files: the fast one, if the platform has it."""
+    has_fast = tensorboard_data_server.server_binary() is not None
+    name: str = getattr(request, "param", "fast" if has_fast else "slow")
+    if name == "fast" and not has_fast:
         pytest.skip("no fast loader for this platform")
-    name: str = request.param
     return name
+
+
+@pytest.fixture(scope="module")
+def logdir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    request.module.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(
+    logdir: Path, loader: str, browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(logdir, log, fast=loader == "fast") as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

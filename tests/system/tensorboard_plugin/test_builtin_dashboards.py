@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from telemetry import HookLogger
-from tests.helpers.browser import PATIENCE_S, TelemetryPage, serve
+from tests.helpers.browser import PATIENCE_S, TelemetryPage
 from tests.helpers.loops import batches, fault_at, finish, small_cnn
 
+pytestmark = pytest.mark.parametrize("loader", ["slow", "fast"], indirect=True, scope="module")
 
-def write_demo(log_dir: Path) -> None:
+
+def write(logdir: Path) -> None:
     """Twenty full steps of a small model, an alert, hyperparameters and a curve of the user."""
     model = small_cnn()
-    with HookLogger(model, log_dir, every_n_steps=1, alerts=[fault_at(7)]) as logger:
+    with HookLogger(model, logdir / "demo", every_n_steps=1, alerts=[fault_at(7)]) as logger:
         logger.hparams({"lr": 0.25, "opt": "sgd"})
         logger.log({"valid/z": 1.0})
         finish(batches(model, logger, steps=20))
-
-
-@pytest.fixture(scope="module")
-def address(loader: str, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    logdir = tmp_path_factory.mktemp("runs")
-    write_demo(logdir / "demo")
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serve(logdir, log, fast=loader == "fast") as url:
-        yield url
 
 
 @pytest.fixture
@@ -80,9 +72,7 @@ def test_each_kind_is_a_folded_group_behind_those_of_the_user_and_the_run(
     *first, run = groups.all_inner_texts()[:3]
     assert (first, run) == (["loss", "valid"], "~run")
     others = groups.all_inner_texts()[3:]
-    assert {"~~activation", "~~activation_rms", "~~feature_maps", "~~grad", "~~weight"} <= set(
-        others
-    )
+    assert {"~~activation", "~~activation_rms", "~~feature_maps", "~~grad"} <= set(others)
     assert all(name.startswith("~~") for name in others)
     page.page.goto(f"{page.address}?tagFilter=grad_norm%2Ftotal#timeseries")
     page.page.locator('[title="~run/grad_norm/total"]').first.wait_for(state="attached")

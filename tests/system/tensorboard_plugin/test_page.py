@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers import page_runs
+from tests.helpers.browser import TelemetryPage
 from tests.helpers.known_runs import alert_at, layout_of, write_run
-from tests.helpers.page_runs import (
-    COLORS,
-    DARKEST,
-    HOSTILE,
-    INFINITE,
-    LIGHTEST,
-    NAMES,
-    NAN,
-    rising,
-    write_runs,
-)
 
-RUNS = "fetch('/data/plugin/telemetry/runs').then((answer) => answer.json())"
+pytestmark = pytest.mark.parametrize("loader", ["slow", "fast"], indirect=True, scope="module")
+write = page_runs.write_runs
 
 
-@pytest.fixture(scope="module")
-def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    write_runs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address(
-    logdir: Path, loader: str, browser: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serve(logdir, log, fast=loader == "fast", wanted=3) as url:
-        yield url
+def colors_of(page: TelemetryPage) -> dict[str, str]:
+    return {name: page.pixel((i + 0.5) / 6, 0.5) for i, name in enumerate(page_runs.COLORS)}
 
 
 def test_known_values_have_known_colors(page: TelemetryPage) -> None:
     page.open(run="colors", all="1")
-    rows = {name: page.pixel((i + 0.5) / 6, 0.5) for i, name in enumerate(COLORS)}
-    assert rows["low"] == DARKEST
-    assert rows["high"] == LIGHTEST
+    rows = colors_of(page)
+    assert rows["low"] == page_runs.DARKEST
+    assert rows["high"] == page_runs.LIGHTEST
     assert rows["zero"] == "#000000"
-    assert rows["infinite"] in INFINITE
-    assert rows["nan"] in NAN
-    assert rows["missing"] == page.frame.evaluate(
-        "getComputedStyle(document.documentElement).getPropertyValue('--missing').trim()"
-    )
+    assert rows["infinite"] in page_runs.INFINITE
+    assert rows["nan"] in page_runs.NAN
+    assert rows["missing"] == page.color("missing")
 
 
 def test_usual_values_keep_their_colors_next_to_an_explosion(page: TelemetryPage) -> None:
     page.open(run="explosion")
     usual, larger, exploded = (page.pixel((i + 0.5) / 3, 0.99) for i in range(3))
-    assert (usual, exploded) == (DARKEST, LIGHTEST)
+    assert (usual, exploded) == (page_runs.DARKEST, page_runs.LIGHTEST)
     assert larger not in (usual, exploded)
 
 
@@ -78,8 +53,7 @@ def test_a_long_name_is_cut_between_its_parts(page: TelemetryPage) -> None:
 def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> None:
     page.open(run="demo")
     page.heatmap.click(position=page.point(5.5 / 6, 30.5 / 60))
-    detail = page.locator(".detail[data-loaded=true]")
-    detail.wait_for()
+    detail = page.detail()
     assert "head" in detail.locator("h2").inner_text()
     assert "step 30" in detail.inner_text()
     detail.get_by_role("button", name="Exploding gradient, step 30").click()
@@ -87,7 +61,6 @@ def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> No
     assert "The gradient of head exploded." in said
     assert "The gradient of head exploded." not in page.locator(".alerts").inner_text()
     assert page.link()["layer"] == ".head"
-    page.screenshot("page-detail")
     page.keys("Escape")
     detail.wait_for(state="detached")
 
@@ -95,10 +68,8 @@ def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> No
 def test_alerts_are_listed_filtered_and_lead_to_their_cell(page: TelemetryPage) -> None:
     page.open(run="demo")
     alerts = page.locator(".alerts .alert")
-    assert ["step 30" in alerts.nth(0).inner_text(), "step 7" in alerts.nth(1).inner_text()] == [
-        True,
-        True,
-    ]
+    newest, oldest = alerts.all_inner_texts()
+    assert ("step 30" in newest, "step 7" in oldest) == (True, True)
     page.locator(".alerts label:has-text('Severity') select").select_option("warning")
     assert alerts.count() == 1
     assert "Vanishing gradient" in alerts.first.inner_text()
@@ -111,10 +82,9 @@ def test_two_runs_share_a_scale(page: TelemetryPage) -> None:
     page.open(run="demo", other="colors")
     page.locator(".panel").nth(1).wait_for()
     assert page.locator(".run-name").all_inner_texts() == ["demo", "colors"]
-    page.screenshot("page-two-runs")
     # 10^5 is the top of one run alone, but not next to another run with 10^6.
-    assert page.pixel(5.5 / 6, 0.5) != LIGHTEST
-    assert page.pixel(1.5 / 5, 0.05, panel=1) == LIGHTEST
+    assert page.pixel(5.5 / 6, 0.5) != page_runs.LIGHTEST
+    assert page.pixel(1.5 / 5, 0.05, panel=1) == page_runs.LIGHTEST
 
 
 def test_zero_and_nan_of_one_run_are_differences(page: TelemetryPage) -> None:
@@ -124,21 +94,19 @@ def test_zero_and_nan_of_one_run_are_differences(page: TelemetryPage) -> None:
         first = page.locator(".first-nonfinite button")
         assert first.all_inner_texts() == ["First difference: step 0, in high and 3 more"]
         assert page.locator(".panel").count() == 1  # the other way round would say the same
-        relative[run] = {name: page.pixel((i + 0.5) / 6, 0.5) for i, name in enumerate(COLORS)}
-    assert relative["sound"]["zero"] in INFINITE
+        relative[run] = colors_of(page)
+    assert relative["sound"]["zero"] in page_runs.INFINITE
     assert relative["colors"]["zero"] == relative["sound"]["infinite"] == "#000000"
-    assert relative["sound"]["nan"] in NAN
+    assert relative["sound"]["nan"] in page_runs.NAN
     assert relative["sound"]["low"] == relative["colors"]["low"] != relative["sound"]["missing"]
 
 
 def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
-    page.open(run=HOSTILE, layer="." + HOSTILE, step="2")
+    page.open(run=page_runs.HOSTILE, layer="." + page_runs.HOSTILE, step="2")
     page.detail()
     page.heatmap.hover(position=page.point(0.25, 0.5))
-    page.locator(".tooltip").wait_for(state="visible")
-    assert HOSTILE in page.locator(".tooltip").inner_text()
-    assert HOSTILE in page.locator(".detail").inner_text()
-    assert HOSTILE in page.locator(".alerts").inner_text()
+    for part in (".tooltip", ".detail", ".alerts"):
+        assert page_runs.HOSTILE in page.locator(part).inner_text()
     assert page.locator("img").count() == 0
     assert page.frame.evaluate("window.hacked") is None
     assert page.page.evaluate("window.hacked") is None
@@ -149,14 +117,12 @@ def test_live_mode_follows_a_growing_run(page: TelemetryPage, logdir: Path, load
 
     def write(steps: range) -> None:
         write_run(
-            logdir / run, layout_of(NAMES), steps=steps, norms=rising,
+            logdir / run, layout_of(page_runs.NAMES), steps=steps, norms=page_runs.rising,
             alerts=[alert_at(20, None)] if 20 in steps else (),
         )  # fmt: skip
 
     write(range(10))
     page.open(run="demo")
-    names = "(all) => all.map((run) => run.name)"
-    wait_for(lambda: run in page.frame.evaluate(f"{RUNS}.then({names})"), "the loader")
     live = page.locator("button[data-key=live]")
     live.click()
     page.open_table("demo").get_by_role("button", name=run, exact=True).click()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tests.helpers.browser import TelemetryPage, serve
+from tests.helpers.browser import TelemetryPage
 from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_run
 
 FIRST_OPEN_BYTES = 4.5e6
@@ -36,14 +34,9 @@ def write_large(log_dir: Path, count: int, steps: int, every: int) -> None:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def address(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    logdir = tmp_path_factory.mktemp("runs")
+def write(logdir: Path) -> None:
     write_large(logdir / "thousand", 1000, 1000, every=1)
     write_large(logdir / "ten-thousand", 10_000, 1000, every=100)
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serve(logdir, log, fast=True, wanted=2) as url:
-        yield url
 
 
 def test_a_thousand_layers_and_steps_are_fetched_once(page: TelemetryPage) -> None:
@@ -55,11 +48,7 @@ def test_a_thousand_layers_and_steps_are_fetched_once(page: TelemetryPage) -> No
 
     page.page.on("response", note)
     page.open(run="thousand")
-    panel = page.locator(".panel")
-    assert (panel.get_attribute("data-layers"), panel.get_attribute("data-steps")) == (
-        "1000",
-        "1000",
-    )
+    page.locator(".panel[data-layers='1000'][data-steps='1000']").wait_for()
     fetched = dict(sizes)
     page.heatmap.focus()
     for key in "+++0":

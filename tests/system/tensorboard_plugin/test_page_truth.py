@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 from telemetry import HookLogger
-from tests.helpers.browser import TelemetryPage, box_of, serve, wait_for
+from tests.helpers.browser import TelemetryPage, box_of, has_color, pixels_of, plot_box, wait_for
 from tests.helpers.known_runs import alert_at, consequence, layout_of, write_run
 
 DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
@@ -65,15 +63,12 @@ def write_growing(log_dir: Path, steps: range, **options: Any) -> None:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
+def write(folder: Path) -> None:
     train(folder / "dead", dies=True)
     train(folder / "nan", is_nan=True)
     write_growing(folder / "growing", BEFORE)
-    write_run(
-        folder / "bare", layout_of([]), steps=range(5), norms=lambda _: np.ones(0, np.float32)
-    )
+    nothing = np.ones(0, np.float32)
+    write_run(folder / "bare", layout_of([]), steps=range(5), norms=lambda _: nothing)
     symptom = consequence("vanishing_gradient", "b")
     changes: dict[str, Any] = {"kind": "loss_spike", "consequences": (symptom,)}
     write_run(
@@ -92,15 +87,9 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     sweeps = {name: {"lr": rate} for name, rate in LR.items()}
     others = {f"batch/{i}": {"a_batch": 2**i, "optimizer": f"o{i}"} for i in range(2)}
-    for name, values in {**sweeps, **others}.items():
+    seeds = {f"seeds/{i}": {"width": 1 + i % 2, "seed": i} for i in range(22)}
+    for name, values in {**sweeps, **others, **seeds}.items():
         write_growing(folder / name, BEFORE, hparams=values)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def address(logdir: Path, browser: Any) -> Iterator[str]:
-    with serve(logdir, logdir / "log", fast=True, wanted=10) as url:
-        yield url
 
 
 def details(page: TelemetryPage) -> list[list[str]]:
@@ -116,10 +105,8 @@ def test_an_alert_of_dead_units_opens_the_relu_that_has_them(page: TelemetryPage
     assert page.link()["layer"] == ".act"
     assert ["Dead units", "100 %"] in details(page)
     assert page.locator(".units p").inner_text().endswith("dead: 0-7")
-    assert page.locator(".chosen-alert .alert-layer").all_inner_texts() == [
-        "conv",
-        "observed in act",
-    ]
+    names = page.locator(".chosen-alert .alert-layer").all_inner_texts()
+    assert names == ["conv", "observed in act"]
     page.open(run="dead", layer=".conv", step=page.link()["step"])
     assert ["Dead units", "0 %"] in details(page)
     assert page.locator(".units p").inner_text().endswith("zero behind a ReLU: 0-7")
@@ -131,16 +118,15 @@ def test_the_input_is_the_row_above_the_layers_and_has_its_pictures(page: Teleme
     page.heatmap.click(position=page.point(0.5 / 6, 0.5 / STEPS))
     assert ["Non-finite count", "0"] in details(page)
     assert page.locator(".detail .film").count() == 1
-    page.open(run="nan", layer=unquote(page.link()["layer"]), step="0")
+    page.open(run="nan", layer=page.link()["layer"], step="0")
     page.detail()
     assert page.locator(".detail h2").inner_text().startswith("model input")
 
 
 def test_the_line_of_the_first_nan_names_the_layer_of_the_alert(page: TelemetryPage) -> None:
     page.open(run="blown")
-    assert page.locator(".first-nonfinite").inner_text() == (
-        "First NaN or infinity: step 5, in 2 layers; alert: b"
-    )
+    said = page.locator(".first-nonfinite").inner_text()
+    assert said == "First NaN or infinity: step 5, in 2 layers; alert: b"
 
 
 def test_an_escalated_alert_names_its_consequence(page: TelemetryPage) -> None:
@@ -148,11 +134,8 @@ def test_an_escalated_alert_names_its_consequence(page: TelemetryPage) -> None:
     page.detail()
     titles = page.locator(".alerts .alert-head b").all_inner_texts()
     now = "Loss spike, then vanishing gradient in b"
-    assert [title.removesuffix("error").strip() for title in titles] == [
-        "Loss spike, resolved",
-        now,
-        "Loss spike",
-    ]
+    shown = [title.removesuffix("error").strip() for title in titles]
+    assert shown == ["Loss spike, resolved", now, "Loss spike"]
     causes = page.locator(".detail .to-alert").all_inner_texts()
     assert causes == [f"Caused by: {now}, step 20"]
     page.locator(".detail .to-alert").click()
@@ -170,11 +153,8 @@ def test_values_measured_earlier_show_their_step(page: TelemetryPage) -> None:
     page.open(run="nan", layer=".fc", step=str(NAN))
     rows = details(page)
     place = next(i for i, row in enumerate(rows) if len(row) == 1)
-    assert {row[0]: row[1] for row in rows[:place]} == {
-        "Gradient norm": "NaN",
-        "Gradient RMS": "NaN",
-        "Gradient share": "NaN",
-    }
+    names = ["Gradient norm", "Gradient RMS", "Gradient share"]
+    assert rows[:place] == [[name, "NaN"] for name in names]
     assert rows[place] == [f"measured at step {NAN - NAN % EVERY}"]
     assert "Update ratio" in [row[0] for row in rows[place:]]
     page.open(run="nan", layer=".fc", step="40")
@@ -198,10 +178,8 @@ def test_zeros_are_separate_in_histograms_and_count_in_quantiles(page: Telemetry
     assert found is not None
     assert 0.01 < float(found[1]) < 10
     page.locator(".detail button.enlarge").first.click()
-    shares, values = page.locator(".large .quantiles tr").all()
-    quantiles = dict(
-        zip(shares.inner_text().split("\t"), values.inner_text().split("\t"), strict=True)
-    )
+    rows_of_quantiles = page.locator(".large .quantiles tr").all_inner_texts()
+    quantiles = dict(zip(*(row.split("\t") for row in rows_of_quantiles), strict=True))
     assert quantiles["5 %"] == "0"
     assert float(quantiles["95 %"]) > 0.1
     histogram = page.locator(".large canvas")
@@ -225,20 +203,17 @@ def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
     # Each number is in the upper left corner of its map, three or four in a row.
     columns = round(MAPS**0.5)
     rows = -(-MAPS // columns)
-    places = page.locator(".map-numbers i").evaluate_all(
-        """(numbers) => {
-          const of = document.querySelector(".large-picture img").getBoundingClientRect();
-          return numbers.map((number) => {
-            const { left, top } = number.getBoundingClientRect();
-            const place = [(left - of.left) / of.width, (top - of.top) / of.height];
-            return [number.textContent, ...place];
-          });
-        }"""
-    )
-    assert [int(text) for text, *_ in places] == list(range(MAPS))
-    for number, (_, left, top) in enumerate(places):
+    whole = box_of(page.locator(".large-picture img"))
+    for number, mark in enumerate(page.locator(".map-numbers i").all()):
+        assert mark.inner_text() == str(number)
+        box = box_of(mark)
+        left, top = (
+            (box["x"] - whole["x"]) / whole["width"],
+            (box["y"] - whole["y"]) / whole["height"],
+        )
         assert left == pytest.approx(number % columns / columns, abs=0.01)
         assert top == pytest.approx(number // columns / rows, abs=0.01)
+    assert number == MAPS - 1
     page.keys("Escape")
 
 
@@ -260,19 +235,18 @@ def test_enter_opens_the_only_matching_layer(page: TelemetryPage) -> None:
 
 
 def test_a_cell_outside_of_the_zoom_is_not_marked(page: TelemetryPage) -> None:
-    marked = """() => {
-      const [x, y, width, height] = document.querySelector(".heatmap").dataset.plot.split(",");
-      const canvas = document.querySelector("canvas.cells");
-      const { data } = canvas.getContext("2d").getImageData(x, y, width, height);
-      return data.some((_, i) => i % 4 === 0 && data[i] + data[i + 1] + data[i + 2] === 3 * 255);
-    }"""
+    def is_marked() -> bool:
+        left, top, width, height = map(int, plot_box(page.heatmap))
+        pixels = pixels_of(page.frame, "canvas.cells")[top : top + height, left : left + width]
+        return bool(has_color(pixels, "#ffffff").any())
+
     page.open(run="growing", layer=".a", step="2")
-    assert page.frame.evaluate(marked)
+    assert is_marked()
     for zoom in ("4,8,0,3", "0,2,0,3", "0,10,1,3"):
         page.open(run="growing", layer=".a", step="2", zoom=zoom)
-        assert not page.frame.evaluate(marked), zoom
+        assert not is_marked(), zoom
     page.open(run="growing", layer=".a", step="2", zoom="1,3,0,1")
-    assert page.frame.evaluate(marked)
+    assert is_marked()
 
 
 def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage) -> None:
@@ -281,14 +255,23 @@ def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage
     page.table()
     page.locator(".parallel summary").click()
     chart = page.locator(".parallel .axes")
-    axes = (chart.get_attribute("aria-label") or "").partition(" of ")[0].split(", ")
-    assert axes.index("lr") > 0
-    points = " ".join(
-        chart.locator(".points").evaluate_all("(all) => all.map((n) => n.attributes.d.value)")
-    )
+    place = (chart.get_attribute("aria-label") or "").partition(" of ")[0].split(", ").index("lr")
+    assert place > 0
     for end in (0, 1):  # both rates, at the ends of the axis
-        assert f"M{axes.index('lr')} {end}h0" in points
+        assert chart.locator(f".points[d*='M{place} {end}h0']").count()
     page.keys("Escape")
+
+
+def test_runs_that_differ_in_the_seed_are_one_curve_however_many_there_are(
+    page: TelemetryPage,
+) -> None:
+    page.open(run="growing", layer=".a", table="run", filter="seeds", seeds="grouped")
+    curves = page.locator(".run-curves")
+    curves.locator("summary").click()
+    names = curves.locator(".curve-legend span")
+    names.nth(1).wait_for()
+    assert sorted(names.all_inner_texts()) == ["width=1 (11 runs)", "width=2 (11 runs)"]
+    assert curves.locator("summary").inner_text() == "Gradient norm of a of 22 runs"
 
 
 def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:

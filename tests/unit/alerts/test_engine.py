@@ -232,12 +232,6 @@ def test_the_engine_requests_as_many_full_steps_as_a_detector_needs() -> None:
     assert found == [0, 0, 0, 3, 3, 1, 0, 0]
 
 
-def test_an_unconfirmed_finding_requests_a_full_step() -> None:
-    engine = combined(Scripted(at(0), on="full", confirm_after=2))
-    alerts_of([record(0, full=True)], [engine])
-    assert engine.requests_full_step
-
-
 # --- failures ------------------------------------------------------------------------------------
 
 
@@ -336,6 +330,7 @@ def test_users_set_limits_and_severity_of_a_default_kind() -> None:
     for config, step, severity in ((settings, 34, "error"), ({}, 49, "warning")):
         [found] = alerts_of(records, [default_rule(config)])
         assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
+    assert alerts_of(records, [default_rule({"learning_rate_zero": None})]) == []
 
 
 @pytest.mark.parametrize(
@@ -344,6 +339,14 @@ def test_users_set_limits_and_severity_of_a_default_kind() -> None:
         ({"another": Scripted({})}, ValueError, r"'another': Scripted\(\)}\): its kind is 'scrip"),
         ({"eval_mode": Scripted({})}, ValueError, "its kind is 'scripted'; that has to be the key"),
         ({"scripted": Scripted}, TypeError, r"is a class; pass an instance: Scripted\(\)"),
+        ({"dead_unit": None}, ValueError, "no rule has this name; .*dead_units"),
+        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no parameter has this name; .*fraction"),
+        ({"dead_units": {"fraction": "half"}}, TypeError, "must be a number"),
+        ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
+        ({"dead_units": {"fraction": 8}}, ValueError, "'fraction': 8.*must be at most 1"),
+        ({"vanishing_gradient": {"zero_share": 1.1}}, ValueError, "zero_share.*must be at most 1"),
+        ({"dead_units": {"severity": "fatal"}}, ValueError, "must be one of note, warning, error"),
+        ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, a Detector"),
     ],
 )
 def test_an_invalid_configuration_is_refused(

@@ -163,6 +163,19 @@ def test_a_rate_that_is_far_too_high_from_the_first_step_is_named(every: int) ->
     assert figures(first.cause) == [1]
 
 
+@every_interval
+def test_inputs_that_are_not_standardized_are_the_cause_of_a_divergence(every: int) -> None:
+    def pixels(step: int) -> Batch:
+        points, classes = draw()
+        return 1000 * points + 5000, classes
+
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 3))
+    first, *_ = train(rule("loss_divergence"), 40, model=model, batch=pixels, every=every)
+    assert first.step <= 4
+    assert 4900 < figures(first.cause)[0] < 5300
+    assert "Standardize" in first.advice[0]
+
+
 def without_zeroing(optimizer: MakeOptimizer, **how: Any) -> list[Alert]:
     torch.manual_seed(0)
     layers = nn.Linear(8, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 16), nn.ReLU()

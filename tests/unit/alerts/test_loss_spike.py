@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.optim import Adam
 
 from telemetry import Alert, HookLogger
@@ -20,7 +19,7 @@ from tests.helpers.client import Client
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.shell import records
-from tests.helpers.small_runs import Batch, net, train
+from tests.helpers.small_runs import net, train
 
 
 def rates(high: dict[int, float], usual: float = 3e-3) -> dict[str, Any]:
@@ -188,29 +187,14 @@ def test_a_spike_after_smaller_gradients_is_a_note() -> None:
     assert (alert.step, alert.severity) == (204, "note")
 
 
-def logged_run(log_dir: Path, settings: dict[str, Any], batch: Callable[[int], Batch]) -> Alert:
-    """Return the only spike of a run with a logger."""
-    model = settings.pop("model")
-
-    def loss_of(step: int) -> Tensor:
-        points, classes = batch(step)
-        return F.cross_entropy(model(points), classes)
-
-    torch.manual_seed(1)
-    with HookLogger(model, log_dir, every_n_steps=50, measure="!images") as logger:
-        fit(logger, 210, loss_of, **settings)
-    [spike] = [alert for alert in logger.alerts if alert.kind == "loss_spike"]
-    return spike
-
-
-def test_a_spike_may_be_a_note(tmp_path: Path) -> None:
-    assert logged_run(tmp_path, rates({}), shifted).severity == "note"
-
-
 @pytest.mark.slow
 def test_a_spike_is_explained_and_names_the_onsets_of_the_page(tmp_path: Path) -> None:
-    high = dict.fromkeys((200, 201, 202), 0.9)
-    spike = logged_run(tmp_path / "run", rates(high), drawn())
+    settings = rates(dict.fromkeys((200, 201, 202), 0.9))
+    model = settings.pop("model")
+    torch.manual_seed(1)
+    with HookLogger(model, tmp_path / "run", every_n_steps=50, measure="!images") as logger:
+        fit(logger, 210, lambda step: classify(model), **settings)
+    [spike] = [alert for alert in logger.alerts if alert.kind == "loss_spike"]
     assert spike.severity == "warning"
     assert [fault["step"] for fault in records("explain", tmp_path)] == [spike.step]
     page = Client(open_slow(tmp_path), tmp_path).json("onsets", run="run", step=spike.step)
@@ -218,9 +202,3 @@ def test_a_spike_is_explained_and_names_the_onsets_of_the_page(tmp_path: Path) -
     assert movers
     named = re.findall(r"(\S+) \(([^ ]+)x above usual at step (\d+)\)", spike.summary)
     assert named == [(m["name"], f"{m['factor']:.3g}", str(m["step"])) for m in movers]
-
-
-def bursts(*steps: range) -> Callable[[int], Batch]:
-    """Return batches whose targets belong to other points at these steps."""
-    other = frozenset(step for some in steps for step in some)
-    return drawn(classes=lambda step, classes: (classes + (step in other)) % 3)

@@ -258,13 +258,6 @@ def test_a_part_that_is_rarely_trained_and_one_of_several_experts_are_not_report
     assert untrained(model) == []
 
 
-def test_parameters_of_an_optimizer_that_is_never_stepped_are_reported() -> None:
-    model = network()
-    SGD(model.head.parameters(), 0.1)  # never stepped
-    [alert] = untrained(model, SGD(model.trunk.parameters(), 0.01))
-    assert (alert.severity, alert.module_name) == ("warning", "head")
-
-
 def test_parameters_that_are_frozen_or_trained_by_another_optimizer_are_not_reported() -> None:
     model = network(spare_every=0)
     model.spare.requires_grad_(False)

@@ -14,7 +14,8 @@ from torch.optim import SGD, Adam
 import telemetry
 from telemetry import Alert, HookLogger
 from telemetry.interventions import zero_gradients
-from telemetry.testing import CapturedRun, alerts_of, capture_run
+from telemetry.testing import alerts_of, capture_run
+from tests.helpers.captured import Before, at_step, captured
 from tests.helpers.scripted import record
 
 
@@ -39,19 +40,17 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("every", [1, 10])
 def test_a_head_whose_loss_is_switched_off_is_no_explosion(every: int) -> None:
-    model = TwoHeads()
-    optimizer, classes_of = SGD(model.parameters(), 0.05), torch.randn(16, 10)
-    with capture_run(model, every_n_steps=every) as run:
-        for step in range(220):
-            x = torch.randn(64, 16)
-            classes = (x @ classes_of).argmax(1)
-            main, auxiliary = model(x)
-            weight = 0.3 if step < 60 else 1e-5
-            loss = F.cross_entropy(main, classes) + weight * F.cross_entropy(auxiliary, classes)
-            run.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    model, classes_of = TwoHeads(), torch.randn(16, 10)
+
+    def loss_of(step: int) -> Tensor:
+        x = torch.randn(64, 16)
+        classes = (x @ classes_of).argmax(1)
+        main, auxiliary = model(x)
+        weight = 0.3 if step < 60 else 1e-5
+        return F.cross_entropy(main, classes) + weight * F.cross_entropy(auxiliary, classes)
+
+    optimizer = SGD(model.parameters(), 0.05)
+    run = captured(model, 220, rules=None, loss_of=loss_of, optimizer=optimizer, every=every)
     assert loud(run.alerts) == []
 
 
@@ -80,17 +79,15 @@ class WithOwnLoss(nn.Module):
 
 
 def test_a_module_that_computes_a_loss_is_not_saturated() -> None:
-    model = WithOwnLoss()
-    optimizer, classes_of = Adam(model.parameters(), 3e-4), torch.randn(16, 10)
-    with capture_run(model) as run:
-        for _ in range(60):
-            x = torch.randn(8, 16, 16)
-            outputs, part = model(x)
-            loss = F.cross_entropy(outputs, (x[:, 0] @ classes_of).argmax(1)) + 0.1 * part
-            run.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    model, classes_of = WithOwnLoss(), torch.randn(16, 10)
+
+    def loss_of(step: int) -> Tensor:
+        x = torch.randn(8, 16, 16)
+        outputs, part = model(x)
+        return F.cross_entropy(outputs, (x[:, 0] @ classes_of).argmax(1)) + 0.1 * part
+
+    optimizer = Adam(model.parameters(), 3e-4)
+    run = captured(model, 60, rules=None, loss_of=loss_of, optimizer=optimizer)
     assert loud(run.alerts) == []
 
 
@@ -113,28 +110,23 @@ def test_of_two_optimizers_of_one_model_the_one_that_ends_steps_counts() -> None
     ]
 
 
-def _trend(rate: Callable[[int], float]) -> CapturedRun:
-    """Weights that change by a factor at each step, at a loss that does not fall."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    optimizer = SGD(model.parameters(), 1.0)
-    with capture_run(model, every_n_steps=10, rules=None) as run:
-        for step in range(150):
-            loss = 0 * model(torch.randn(64, 16)).square().mean() + 3 + 0.3 * torch.rand(())
-            run.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            for parameter in model.parameters():
-                parameter.grad = rate(step) * parameter.detach()
-            optimizer.step()
-    return run
+def trend(rate: Callable[[int], float]) -> list[Alert]:
+    """Return the alerts of weights that change by a factor at a loss that does not fall."""
+    model = layers()
+
+    def loss_of(step: int) -> Tensor:
+        for parameter in model.parameters():
+            parameter.data *= 1 - rate(step)
+        return 0 * model(torch.randn(64, 20)).square().mean() + 3 + 0.3 * torch.rand(())
+
+    run = captured(model, 150, rules=None, loss_of=loss_of)
+    return [alert for alert in run.alerts if alert.kind == "exponential_trend"]
 
 
 def test_weights_shrink_only_below_their_first_size() -> None:
-    trends = [a for a in _trend(lambda step: 0.03).alerts if a.kind == "exponential_trend"]
-    assert [alert.value < 1 for alert in trends] == [True]
-    grown = _trend(lambda step: -0.9 if step < 5 else 0.02)  # still 2.3 times the first at the end
-    assert [a for a in grown.alerts if a.kind == "exponential_trend"] == []
+    assert [alert.value < 1 for alert in trend(lambda step: 0.03)] == [True]
+    # They are still 2.3 times as large as at first at the end.
+    assert trend(lambda step: -0.9 if step < 5 else 0.02) == []
 
 
 class Hidden(nn.Module):
@@ -165,26 +157,20 @@ def test_inputs_far_from_standardized_are_named_before_training(
 
 
 def classify(
-    model: nn.Module,
-    steps: int,
-    *,
-    before: Callable[[int], object] = lambda step: None,
-    are_random: bool = False,
+    model: nn.Module, steps: int, *, before: Before = lambda step: None, are_random: bool = False
 ) -> list[Alert]:
     """Train a classifier of ten classes, and return its alerts."""
     torch.manual_seed(0)
-    optimizer, centers = SGD(model.parameters(), 0.1), 2 * torch.randn(10, 20)
-    with capture_run(model, every_n_steps=10) as run:
-        for step in range(steps):
-            before(step)
-            classes = torch.randint(10, (256,))
-            x = centers[classes] + torch.randn(256, 20)
-            loss = F.cross_entropy(model(x), torch.randint(10, (256,)) if are_random else classes)
-            run.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return run.alerts
+    centers = 2 * torch.randn(10, 20)
+
+    def loss_of(step: int) -> Tensor:
+        classes = torch.randint(10, (256,))
+        outputs = model(centers[classes] + torch.randn(256, 20))
+        return F.cross_entropy(outputs, torch.randint(10, (256,)) if are_random else classes)
+
+    optimizer = SGD(model.parameters(), 0.1)
+    settings = {"loss_of": loss_of, "optimizer": optimizer, "before": before, "seed": 0}
+    return captured(model, steps, rules=None, **settings).alerts
 
 
 def layers() -> nn.Sequential:
@@ -196,11 +182,7 @@ def layers() -> nn.Sequential:
 @pytest.mark.parametrize("are_random", [False, True])
 def test_units_that_die_where_nothing_can_be_learned_are_not_the_cause(are_random: bool) -> None:
     model = layers()
-
-    def kill(step: int) -> None:
-        if step == 60:
-            nn.init.constant_(model[2].bias[1:], -100.0)
-
+    kill = at_step(60, lambda: nn.init.constant_(model[2].bias[1:], -100.0))
     alerts = classify(model, 320, before=kill, are_random=are_random)
     kinds = {alert.kind for alert in alerts if alert.stage == "started"}
     assert kinds == {"dead_units"} | ({"loss_stuck"} if are_random else set())
@@ -222,7 +204,7 @@ def test_weights_that_start_at_zero_are_the_cause(with_biases: bool) -> None:
     for name, parameter in model.named_parameters():
         if with_biases or name.endswith("weight"):
             nn.init.zeros_(parameter)
-    first, *_ = classify(model, 100)
+    first, *_ = classify(model, 140)
     assert "started at 0" in (first.cause or "")
     assert "nitializ" in first.advice[0]
 

@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
 from telemetry import Alert, HookLogger
 from tests.helpers.applied import Applied
@@ -47,18 +47,14 @@ def train(digits: tuple[Tensor, Tensor], tmp_path: Path) -> Train:
         *,
         steps: int = 120,
         lr: float = 0.05,
-        adam: bool = False,
         before: Callable[[int], None] = lambda step: None,
         weigh: Callable[[int], float] = lambda step: 1.0,
-        alerts: dict[str, dict[str, float] | None] | None = None,
     ) -> list[Alert]:
         """Return the alerts that started; a flush after each step makes runs repeatable."""
         images, labels = digits
-        optimizer = Adam(model.parameters(), lr) if adam else SGD(model.parameters(), lr, 0.9)
+        optimizer = SGD(model.parameters(), lr, 0.9)
         torch.manual_seed(1)
-        with HookLogger(
-            model, tmp_path, every_n_steps=10, measure="!images", alerts=alerts
-        ) as logger:
+        with HookLogger(model, tmp_path, every_n_steps=10, measure="!images") as logger:
             for step in range(steps):
                 before(step)
                 batch = torch.randint(0, len(images), (32,))
@@ -157,7 +153,6 @@ def test_the_fault_is_the_first_alert(
     assert train(model, steps=40, **settings)[0].kind in kinds
 
 
-NOTED = "loss_spike", {None}, 60
 LINEAR = {str(place) for place in range(0, 33, 2)}
 
 
@@ -169,8 +164,6 @@ LINEAR = {str(place) for place in range(0, 33, 2)}
         (mlp(12, nn.Sigmoid, gain=1.0), {}, "vanishing_gradient", {"0", "2", "4"}, 120),
         (mlp(bias=-50.0), {}, "dead_units", {"2", "3"}, 120),
         (mlp(), {"lr": 1e-9, "steps": 160}, "no_learning", {None}, 160),
-        (mlp(), {"adam": True, "lr": 1e-3, "weigh": lambda n: 300.0 ** (n >= 60)}, *NOTED),
-        (mlp(), {"adam": True, "lr": 1e-3, "weigh": lambda n: 3000.0 ** (n >= 60)}, *NOTED),
     ],
 )
 def test_the_fault_is_the_only_alert(
@@ -186,12 +179,7 @@ def test_the_fault_is_the_only_alert(
     assert alert.module_name in modules
     assert alert.step <= latest
     assert alert.advice
-    assert (alert.severity == "note") == (kind == "loss_spike")
-
-
-@pytest.mark.slow
-def test_a_rule_set_to_none_reports_nothing(train: Train) -> None:
-    assert train(mlp(), lr=1e-9, steps=160, alerts={"no_learning": None}) == []
+    assert alert.severity != "note"
 
 
 @pytest.mark.slow
@@ -208,22 +196,3 @@ def test_weights_that_grow_during_training_explode(
     assert first.kind == "exploding_gradient"
     assert first.step <= 63
     assert first.module_name in {"4", "5"}
-
-
-@pytest.mark.parametrize(
-    ("config", "error", "message"),
-    [
-        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no parameter has this name; .*fraction"),
-        ({"dead_units": {"fraction": "half"}}, TypeError, "must be a number"),
-        ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
-        ({"dead_units": {"fraction": 8}}, ValueError, "'fraction': 8.*must be at most 1"),
-        ({"vanishing_gradient": {"zero_share": 1.1}}, ValueError, "zero_share.*must be at most 1"),
-        ({"dead_units": {"severity": "fatal"}}, ValueError, "must be one of note, warning, error"),
-        ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, a Detector"),
-    ],
-)
-def test_the_logger_refuses_an_invalid_configuration(
-    tmp_path: Path, config: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        HookLogger(mlp(), tmp_path, alerts=config)

@@ -149,6 +149,6 @@ def test_an_explosion_does_not_resolve_while_gradients_are_nan() -> None:
         model.load_state_dict(initial)
         return model(torch.randn(8, 16)).square().mean() * (math.nan if step > 3 else 1.0)
 
-    optimizer, rules = SGD(model.parameters(), 0.0), ["exploding_activation"]
+    optimizer, rules = SGD(model.parameters(), 0.0), ["exploding_gradient"]
     run = captured(model, 20, rules=rules, loss_of=loss_of, optimizer=optimizer, every=1)
     assert [alert.stage for alert in run.alerts] == ["started"]

@@ -13,13 +13,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import telemetry
 from telemetry import HookLogger, StepRecord
 from telemetry.testing import capture_run
-from tests.helpers.twins import Outcome, assert_left_alone
+from tests.helpers.twins import Outcome, assert_left_alone, mlp
 
 Clip = Callable[[nn.Module], object]
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
 def total_norm(model: nn.Module) -> float:
@@ -84,17 +80,6 @@ def assert_unclipped(records: list[StepRecord]) -> None:
 def test_without_clipping_both_norms_are_the_same(tmp_path: Path) -> None:
     outcome, _ = train(tmp_path, lambda model: None, 1.0, 1.0, 1.0)
     assert_unclipped(outcome.full)
-
-
-def test_parameters_that_no_optimizer_steps_do_not_count() -> None:
-    model = mlp()
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    with capture_run(model, rules=()) as run:
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(6, 4)).square().mean().backward()
-            optimizer.step()
-    assert_unclipped(run.records)
 
 
 def test_gradients_kept_from_an_earlier_step_do_not_count_as_clipped() -> None:

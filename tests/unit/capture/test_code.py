@@ -108,6 +108,7 @@ def test_forwards_without_a_source_have_no_line(forward: Callable[[Block], Any])
     assert modules_of(block)["layers.0"].user_code is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
 def test_compiled_models_have_a_location_and_traced_models_have_none() -> None:
     block = Block()

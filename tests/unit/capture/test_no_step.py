@@ -55,12 +55,13 @@ def stepping_by_hand(model: nn.Sequential, passes: int) -> None:
 
 
 def stepping_behind_autograd(model: nn.Sequential, passes: int) -> None:
-    """Optimizer like fastai's: no version changes, and gradients are cleared in place."""
+    """Optimizer like fastai's: no parameter's version changes, and gradients are kept."""
     for _ in range(passes):
         one_pass(model)
         for parameter in model.parameters():
             parameter.data.add_(parameter.grad.data, alpha=-0.1)
-            parameter.grad.data.zero_()
+            parameter.grad.detach_()
+            parameter.grad.zero_()
 
 
 def forgetting_to_step(model: nn.Sequential, passes: int) -> None:
@@ -73,10 +74,10 @@ def forgetting_to_step(model: nn.Sequential, passes: int) -> None:
     ("train", "cause"),
     [
         (stepping_a_copy, "made for a copy of the model"),
-        (skipping_every_step, "unless the GradScaler skips every step"),
+        (skipping_every_step, "unless a GradScaler skips every step"),
         (forgetting_to_step, "cleared in between: call optimizer.step(), or"),
-        (stepping_by_hand, "call logger.step()"),
-        (stepping_behind_autograd, "call logger.step()"),
+        (stepping_by_hand, "or logger.step() if there is no"),
+        (stepping_behind_autograd, "or logger.step() if there is no"),
     ],
 )
 def test_passes_without_a_step_are_reported_with_their_cause(
@@ -90,7 +91,6 @@ def test_passes_without_a_step_are_reported_with_their_cause(
     [message] = caplog.messages
     assert "20 backward passes have reached this model without a step" in message
     assert cause in message
-    assert ("GradScaler" in message) == (train is skipping_every_step)
 
 
 def accumulate(model: nn.Sequential, passes: int) -> None:

@@ -86,32 +86,6 @@ def test_the_optimizer_that_is_named_ends_the_steps(tmp_path: Path) -> None:
     assert steps == [batch // 4 for batch in range(1, BATCHES + 1)]
 
 
-def test_gradients_of_a_gan_belong_to_the_step_of_each_model() -> None:
-    seed(0)
-    models = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))]
-    generator, discriminator = models
-    used: list[list[list[float]]] = [[], []]
-    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
-
-    def step(index: int, loss: Tensor) -> None:
-        optimizers[index].zero_grad()
-        loss.backward()
-        used[index].append([float(p.grad.norm()) for p in models[index].parameters()])
-        optimizers[index].step()
-
-    with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(capture_run(m, every_n_steps=2, rules=())) for m in models]
-        for _ in range(5):
-            for _ in range(2):
-                fake, real = generator(torch.randn(3, 4)), discriminator(torch.randn(3, 4)).mean()
-                step(1, discriminator(fake.detach()).mean() - real)
-            step(0, -discriminator(fake).mean())
-    for run, norms in zip(runs, used, strict=True):
-        assert [record.step for record in run.records] == [*range(len(norms))]
-        for record, expected in zip(run.records, norms, strict=True):
-            np.testing.assert_allclose(record.grad_norms, expected, rtol=1e-5)
-
-
 def test_each_parameter_has_the_rate_of_its_group() -> None:
     model = TwoParts()
     first = torch.optim.SGD([{"params": [p]} for p in model.first.parameters()], 0.1)

@@ -109,13 +109,6 @@ def test_a_run_of_nan_shows_no_median_of_the_few_values_before(tmp_path: Path) -
     assert once.split()[:8] == ["once", "Linear", "2", "2", "peak", "nan", "at", "7,"]
 
 
-def test_all_of_very_many_layers_are_shown(tmp_path: Path) -> None:
-    names = [f"layer{i:04d}" for i in range(1200)]
-    write(tmp_path, names, 1)
-    shown = lines("summary", tmp_path)
-    assert [line.split()[0] for line in shown if "Linear" in line] == names
-
-
 # --- alerts, explain, report -------------------------------------------------------------------
 
 
@@ -155,23 +148,6 @@ def test_an_alert_is_printed_with_its_cause_consequences_and_advice(tmp_path: Pa
     assert lines("alerts", own, status=1)[1:] == expected
     write_demo(tmp_path / "none")
     assert lines("alerts", tmp_path / "none", "--fail-on", "warning") == ["no alerts"]
-
-
-def test_a_report_is_of_all_runs_of_a_directory_up_to_a_limit(tmp_path: Path) -> None:
-    runs, output = tmp_path / "runs", tmp_path / "out.html"
-    for number in range(20):
-        write_demo(runs / f"x{number}")
-        if number in (0, 19):
-            assert "out.html" in "".join(lines("report", runs, "-o", output))
-            assert output.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    write_demo(runs / "x20")
-    assert "at most 20 runs, not of 21" in error("report", runs, "-o", output)
-
-
-@pytest.mark.parametrize("command", ["summary", "alerts", "report"])
-def test_a_wrong_directory_is_an_error(tmp_path: Path, command: str) -> None:
-    assert "no such directory: " in error(command, tmp_path / "nothing")
-    assert "neither a run log nor event files in" in error(command, tmp_path)
 
 
 def test_explain_fails_without_a_fault(tmp_path: Path) -> None:

@@ -35,18 +35,13 @@ def test_help_prints_all_sections_of_the_docstring(kind: str) -> None:
     summary, fields = inspect.cleandoc(detector.__doc__ or "").split("\n\n")[:2]
     assert f") {in_one_line(summary)} Evidence:" in text
     found = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", fields, re.MULTILINE))
-    sections = {name: in_one_line(found.pop(name)) for name in list(found)[:4]}
-    assert [*sections] == ["Evidence", "Causes", "Remedies", "Silent"]
-    for name, section in sections.items():
-        assert section.endswith(".")
-        assert f"{name}: {section}" in text
+    for name in ("Evidence", "Causes", "Remedies", "Silent"):
+        assert f"{name}: {in_one_line(found[name])}" in text
+        assert found[name].endswith(".")
     ast.parse(textwrap.dedent(found.get("Example", "")))
-    limits = {name: getattr(detector, name) for name in detector.limits()}
-    described = re.findall(r"^(\w+) = (.+?): .", "\n".join(printed), re.MULTILINE)
-    assert dict(described) == {name: f"{default:g}" for name, default in limits.items()}
-    for meaning in re.findall(r"^ {4}\w+: (.*(?:\n {8}.*)*)", found.get("Args", ""), re.MULTILINE):
-        assert in_one_line(meaning).endswith(".")
-        assert in_one_line(meaning) in text
+    for name, meaning in detector.limits().items():
+        assert f"{name} = {getattr(detector, name):g}: {in_one_line(meaning)}" in text
+        assert meaning.endswith(".")
     for line in re.findall(r"^May follow from: (.*)\.$", "\n".join(printed), re.MULTILINE):
         assert {*line.split(", ")} <= {*KINDS, "a jump of the learning rate"}
 
@@ -78,12 +73,8 @@ def test_the_pages_of_the_docs_are_those_of_the_docstrings() -> None:
     assert changed == []
 
 
-def test_each_kind_has_one_section_with_its_name() -> None:
-    folder = ROOT / "docs" / "alerts"
-    texts = [(folder / name).read_text(encoding="utf-8") for name in PAGES]
-    headings = [kind for text in texts for kind in re.findall(r"^## (\w+)$", text, re.MULTILINE)]
-    assert sorted(headings) == sorted(KINDS)
-    index = (folder / "index.md").read_text(encoding="utf-8")
+def test_the_index_of_the_docs_lists_the_kinds_of_each_page() -> None:
+    index = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
     for name, kinds in PAGES.items():
         row = re.search(rf"^\|[^|]*\]\({name}\)\|(.*)\|$", index, re.MULTILINE)
         assert row is not None

@@ -267,15 +267,3 @@ def test_a_run_keeps_its_first_faults(tmp_path: Path, explain: Explain) -> None:
     faults = explain(tmp_path)
     assert [fault["step"] for fault in faults] == list(steps)[:8]
     assert all(fault["complete"] for fault in faults)
-
-
-def test_a_directory_that_a_file_has_replaced_ends_no_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tiny = TinyRun(tmp_path / "run", alerts=[alerts_at(*range(9))])
-    tiny.logger.flush()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    (tmp_path / "run").touch()
-    tiny.train(9)
-    tiny.logger.close()
-    assert caplog.text.count("cannot be written for now") == 1

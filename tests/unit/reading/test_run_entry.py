@@ -24,7 +24,7 @@ def write(log_dir: Path, steps: range = range(2), **options: Any) -> None:
 
 def row(log_dir: Path) -> dict[str, Any]:
     """Return the row of a run on the page, which is the one of the command."""
-    [found] = Client(open_slow(log_dir), log_dir).json("run_table")
+    [found] = Client(open_slow(log_dir), log_dir).json("runs")
     [printed] = records("runs", log_dir)
     assert (printed["status"], printed["last_step"]) == (found["status"], found["lastStep"])
     return dict(found)
@@ -43,7 +43,7 @@ def test_the_newest_run_comes_first(
 ) -> None:
     for name, start_s in starts.items():
         write(tmp_path / name, time_of=lambda step, start_s=start_s: 1e9 + start_s + step)
-    rows = Client(open_slow(tmp_path), tmp_path).json("run_table")
+    rows = Client(open_slow(tmp_path), tmp_path).json("runs")
     assert [run["name"] for run in rows] == order
     assert rows[-1]["started"] == 1e9 + min(starts.values())
     assert [Path(run["run"]).name for run in records("runs", tmp_path)] == order
@@ -54,7 +54,6 @@ def test_each_run_of_a_directory_has_a_row(tmp_path: Path) -> None:
         write(tmp_path / "a", run=run, time_of=lambda step, number=number: 1e9 + number)
     names = ["a", "a@first"]
     client = Client(open_slow(tmp_path), tmp_path)
-    assert [row["name"] for row in client.json("run_table")] == names
     assert [row["name"] for row in client.json("runs")] == names
     assert client.json("run", run="a@first")["lastStep"] == 1
     assert [row["run"] for row in records("runs", tmp_path)] == names

@@ -15,17 +15,6 @@ PARAMETERS = tuple(
 )
 
 
-def record_of(norms: list[float]) -> StepRecord:
-    return StepRecord(
-        step=0,
-        wall_time=0.0,
-        layout=Layout(modules=MODULES, parameters=PARAMETERS),
-        grad_norms=np.array(norms),
-        grad_present=np.ones(4, bool),
-        grad_finite=np.isfinite(norms),
-    )
-
-
 @pytest.mark.parametrize(
     ("norms", "expected"),
     [
@@ -39,7 +28,10 @@ def record_of(norms: list[float]) -> StepRecord:
 def test_the_gradient_norm_of_a_module_joins_those_of_its_parameters(
     norms: list[float], expected: list[float]
 ) -> None:
-    record = record_of(norms)
-    assert record.layout.owned == [[0, 1], [], [2, 3]]
+    layout = Layout(modules=MODULES, parameters=PARAMETERS)
+    record = StepRecord(
+        step=0, layout=layout, grad_norms=np.array(norms), grad_finite=np.isfinite(norms)
+    )
+    assert layout.owned == [[0, 1], [], [2, 3]]
     np.testing.assert_allclose(record.module_grad_norms, expected, rtol=1e-12)
     assert record.all_grads_finite == np.isfinite(norms).all()

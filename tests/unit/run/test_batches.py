@@ -89,7 +89,7 @@ BLAMED = {"step": BAD, "rank": 0, "ids": OF_BAD}
 KINDS = {"NaN": "nonfinite", "unit": "loss_spike", "scale": "exploding_gradient"}
 
 
-@pytest.mark.parametrize("every_n_steps", [1, 100])
+@pytest.mark.parametrize("every_n_steps", [pytest.param(1, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("fault", KINDS)
 def test_a_bad_batch_is_found_by_its_ids(
     fault: str, every_n_steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,12 +16,9 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from tests.helpers.loops import (
     batches,
-    fault_at,
-    finish,
     is_hooked,
     load,
     measured_steps,
@@ -34,7 +29,6 @@ from tests.helpers.loops import (
     written,
 )
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import run_script
 from tests.helpers.shell import run
 from tests.helpers.twins import Recorder
 
@@ -49,29 +43,6 @@ def test_the_first_optimizer_of_this_model_counts_the_steps(tmp_path: Path) -> N
         train(model, steps=2)
         assert logger.current_step == 2
     assert [record.step for record in recorder.records] == [0, 1]
-
-
-def test_the_named_optimizer_counts_the_steps(tmp_path: Path) -> None:
-    model, recorder = mlp(), Recorder()
-    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
-    with HookLogger(model, tmp_path, optimizer=second, alerts=[recorder]):
-        for _ in range(2):
-            model(torch.rand(4, 3)).sum().backward()
-            first.step()
-            second.step()
-    assert [record.step for record in recorder.records] == [0, 1]
-    assert all(record.grad_present.all() for record in recorder.records)
-
-
-def test_a_given_first_step_continues_a_run(tmp_path: Path) -> None:
-    model, recorder = mlp(), Recorder()
-    with HookLogger(model, tmp_path, alerts=(), every_n_steps=2):
-        train(model, steps=5)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2, first_step=3):
-        train(model, steps=4)
-    assert list(scalars(tmp_path)) == [0, 1, 2, 3, 4, 5, 6]
-    steps = [(record.step, record.full) for record in recorder.records]
-    assert steps == [(3, False), (4, True), (5, False), (6, True)]
 
 
 def test_logger_step_counts_steps_without_an_optimizer(tmp_path: Path) -> None:
@@ -212,19 +183,6 @@ def test_closing_on_two_threads_at_once_raises_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_never_closes_the_logger_loses_no_step(tmp_path: Path) -> None:
-    script = """
-        import sys
-        from telemetry import HookLogger
-        from tests.helpers.loops import mlp, train
-        HookLogger(model := mlp(), sys.argv[1])
-        train(model, steps=3)
-    """
-    run_script(tmp_path, script, tmp_path / "run")
-    assert list(scalars(tmp_path / "run")) == [0, 1, 2]
-
-
-@pytest.mark.slow
 def test_a_notebook_cell_can_run_again_and_continues_the_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,27 +212,6 @@ model = mlp()
 
 
 # --- a writer of the user ------------------------------------------------------------------------
-
-
-def test_a_given_writer_stays_open_or_a_new_file_continues(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, writer = mlp(), SummaryWriter(tmp_path)
-    with HookLogger(model, writer):
-        train(model, steps=9)
-        writer.close()
-        train(model, steps=11)
-    writer.add_scalar("after", 1.0, 0)
-    writer.close()
-    with HookLogger(model, writer, first_step=20):
-        train(model, steps=5)
-    writer.close()
-    # PyTorch numbers the files of one second without leading zeros: file 10 sorts before file 9.
-    assert sorted(scalars(tmp_path)) == list(range(25))
-    assert scalars(tmp_path, "after") == {0: 1.0}
-    assert run("runs", tmp_path, "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["status"] == "ended"
-    assert caplog.text == ""
 
 
 def test_two_loggers_may_share_a_writer(tmp_path: Path) -> None:
@@ -343,21 +280,3 @@ def test_a_logger_is_disabled_if_the_system_refuses_threads(
 
 
 # --- failures of the disk ------------------------------------------------------------------------
-
-
-def test_a_run_whose_directory_is_removed_continues_and_can_be_read(tmp_path: Path) -> None:
-    model, log_dir = mlp(), tmp_path / "run"
-    with HookLogger(model, log_dir, every_n_steps=2, alerts=[fault_at(6)]) as logger:
-        logger.hparams({"lr": 0.01})
-        rest = batches(model, logger, steps=8)
-        for _ in range(4):
-            next(rest)
-        logger.flush()
-        shutil.rmtree(log_dir)
-        finish(rest)
-    found = telemetry.read(log_dir)
-    assert found.modules.module_name.tolist() == ["model input", "0", "1", "2"]
-    assert measured_steps(log_dir) == [4, 6]
-    assert list(scalars(log_dir)) == [4, 5, 6, 7]
-    assert [alert.step for alert in found.alerts] == [6]
-    assert found.hparams == {"lr": 0.01}

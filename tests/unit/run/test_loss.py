@@ -140,25 +140,6 @@ def shown(log_dir: Path) -> list[str]:
     return [curve["tag"] for curve in header["curves"] if curve["kind"] == "loss"]
 
 
-@pytest.mark.slow
-def test_rules_receive_a_loss_under_any_of_its_names() -> None:
-    found = {}
-    for tag in ("loss", "train/loss", "val/loss"):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        with capture_run(model) as captured:
-            for step in range(120):
-                optimizer.zero_grad()
-                loss = model(torch.randn(8, 4)).square().mean()
-                loss.backward()
-                captured.log({tag: loss.item() * (1e4 if step == 80 else 1)})
-                optimizer.step()
-        found[tag] = [(alert.kind, alert.step) for alert in captured.alerts]
-    assert found["loss"] == found["train/loss"] != []
-    assert found["val/loss"] == []
-
-
 def test_rules_records_page_hparams_and_diff_have_the_same_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

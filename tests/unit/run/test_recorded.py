@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.util.tensor_util import make_ndarray
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import telemetry
 from telemetry import HookLogger
+from tests.helpers.applied import Applied
+from tests.helpers.hand import array, check
 from tests.helpers.loops import batches, load, mlp, scalars, small_cnn, train
 from tests.helpers.shell import run as command
-from tests.helpers.twins import Recorder, assert_left_alone
+from tests.helpers.twins import Recorder, assert_left_alone, loss_of, seed, training
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2])
@@ -27,36 +29,16 @@ def test_training_is_the_same_bit_for_bit(tmp_path: Path, every_n_steps: int) ->
     assert [record.step for record in outcome.full] == list(range(0, 5, every_n_steps))
 
 
-class HookedTensors:
-    """Tensors of a step that hooks of the test captured."""
-
-    def __init__(self, model: nn.Sequential) -> None:
-        self.outputs: dict[str, np.ndarray] = {}
-        self.output_grads: dict[str, np.ndarray] = {}
-        for name, module in model.named_children():
-            module.register_forward_hook(lambda m, a, out, name=name: self._take(name, out))
-
-    def _take(self, name: str, output: Tensor) -> None:
-        self.outputs[name] = output.detach().double().numpy()
-        output.register_hook(
-            lambda grad: self.output_grads.__setitem__(name, grad.double().numpy().copy())
-        )
-
-
 def test_logged_values_are_those_that_numpy_computes(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = mlp()
-    captured = HookedTensors(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with HookLogger(model, tmp_path, alerts=()):
-        F.cross_entropy(model(torch.rand(8, 3)), torch.randint(0, 2, (8,))).backward()
-        before = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
-        grads = {name: p.grad.double().numpy().copy() for name, p in model.named_parameters()}
-        optimizer.step()
-    after = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
+    loss = lambda model: loss_of(model, torch.rand(8, 3))  # noqa: E731
+    loop = training(loss, steps=1, optimizer=partial(torch.optim.SGD, lr=0.5))
+    outcome, [step] = check(mlp, loop, tmp_path)
+    seed(0)
+    before = {name: array(parameter) for name, parameter in mlp().named_parameters()}
+    after = {name: array(parameter) for name, parameter in outcome.model.named_parameters()}
     board, norm = load(tmp_path), np.linalg.norm
 
-    def check(tag: str, expected: float, rel: float = 1e-6) -> None:
+    def check_curve(tag: str, expected: float, rel: float = 1e-6) -> None:
         [event] = board.Scalars(tag)
         assert event.value == pytest.approx(expected, rel=rel), tag
 
@@ -64,26 +46,27 @@ def test_logged_values_are_those_that_numpy_computes(tmp_path: Path) -> None:
         [event] = board.Tensors(tag)
         assert_histogram_of(values, make_ndarray(event.tensor_proto))
 
-    check("grad_norm/total", np.sqrt(sum(np.square(grad).sum() for grad in grads.values())))
-    check("learning_rate/0", 0.5)
-    for name, grad in grads.items():
+    squares = [np.square(grad).sum() for [grad] in step.grads.values()]
+    check_curve("grad_norm/total", np.sqrt(sum(squares)))
+    check_curve("learning_rate/0", 0.5)
+    for name, [grad] in step.grads.items():
         tag = f"{int(name[0]):04d}.{name}"
-        check(f"grad_norm/{tag}", norm(grad))
-        check(f"weight_norm/{tag}", norm(before[name]))
+        check_curve(f"grad_norm/{tag}", norm(grad))
+        check_curve(f"weight_norm/{tag}", norm(before[name]))
         moved = norm(after[name] - before[name]) / norm(before[name])
-        check(f"update_ratio/{tag}", moved, rel=1e-4)
+        check_curve(f"update_ratio/{tag}", moved, rel=1e-4)
         check_histogram(f"grad/{tag}", grad)
         check_histogram(f"weight/{tag}", before[name])
-    for name, output in captured.outputs.items():
+    for name, [output] in step.activations.items():
         tag = f"{int(name):04d}.{name}"
-        check(f"activation_mean/{tag}", output.mean(), rel=1e-5)
-        check(f"activation_rms/{tag}", np.sqrt((output**2).mean()))
-        check(f"activation_min/{tag}", output.min())
-        check(f"activation_max/{tag}", output.max())
-        check(f"zero_fraction/{tag}", np.mean(output == 0))
-        check(f"dead_units/{tag}", np.mean((output == 0).all(axis=0)))
+        check_curve(f"activation_mean/{tag}", output.mean(), rel=1e-5)
+        check_curve(f"activation_rms/{tag}", np.sqrt((output**2).mean()))
+        check_curve(f"activation_min/{tag}", output.min())
+        check_curve(f"activation_max/{tag}", output.max())
+        check_curve(f"zero_fraction/{tag}", np.mean(output == 0))
+        check_curve(f"dead_units/{tag}", np.mean((output == 0).all(axis=0)))
         check_histogram(f"activation/{tag}", output)
-        check_histogram(f"activation_grad/{tag}", captured.output_grads[name])
+        check_histogram(f"activation_grad/{tag}", step.activation_grads[name][0])
 
 
 def assert_histogram_of(values: np.ndarray, buckets: np.ndarray) -> None:
@@ -94,20 +77,6 @@ def assert_histogram_of(values: np.ndarray, buckets: np.ndarray) -> None:
     assert buckets[-1, 1] == pytest.approx(values.max())
     for left, right, count in buckets[1:-1]:
         assert count == np.sum((left <= values) & (values < right))
-
-
-def test_images_show_feature_maps_filters_and_input(tmp_path: Path) -> None:
-    model = small_cnn()
-    with HookLogger(model, tmp_path, every_n_steps=2):
-        train(model)
-    accumulator = load(tmp_path)
-    for tag in ("feature_maps/0000.0", "filters/0000.0", "input"):
-        events = accumulator.Tensors(tag)
-        assert [event.step for event in events] == [0, 2, 4]
-        width, height, png = events[0].tensor_proto.string_val
-        assert int(width) > 8
-        assert int(height) > 8
-        assert png.startswith(b"\x89PNG")
 
 
 INPUT_CURVES = [*(f"activation_{name}" for name in ("mean", "std", "min", "max")), "nonfinite"]
@@ -162,39 +131,15 @@ def test_a_model_of_indices_has_no_input_among_the_layers(tmp_path: Path) -> Non
 
 
 def test_names_are_numbered_in_forward_order(tmp_path: Path) -> None:
-    class Reversed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.second = nn.Linear(4, 2)
-            self.first = nn.Linear(3, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x))
-
-    model = Reversed()
+    layers = {"second": nn.Linear(4, 2), "first": nn.Linear(3, 4)}
+    model = Applied(lambda m, x: m.second(m.first(x)), **layers)
     with HookLogger(model, tmp_path, alerts=()):
         train(model, steps=1)
-    assert telemetry.read(tmp_path).modules.module_name.tolist() == [
-        "model input",
-        "first",
-        "second",
-    ]
+    names = telemetry.read(tmp_path).modules.module_name.tolist()
+    assert names == ["model input", "first", "second"]
     tags = load(tmp_path).Tags()["scalars"]
     assert "grad_norm/0000.first.weight" in tags
     assert "grad_norm/0001.second.weight" in tags
-
-
-def test_many_parameters_show_twelve_layers_and_their_range(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 2), *[nn.Linear(2, 2) for _ in range(39)])
-    with HookLogger(model, tmp_path, alerts=()):
-        train(model, steps=1)
-    tags = load(tmp_path).Tags()
-    curves = {tag.partition("/")[2] for tag in tags["scalars"] if tag.startswith("grad_norm/")}
-    assert {"total", "min", "median", "max"} < curves
-    assert sum(curve[0].isdigit() for curve in curves) == 12
-    assert "0000.0.weight" in curves
-    assert "0039.39.bias" in curves
-    assert sum(tag.startswith("grad/") for tag in tags["tensors"]) == 80
 
 
 def test_every_step_has_its_gradient_norms(tmp_path: Path) -> None:
@@ -230,19 +175,6 @@ def test_user_scalars_are_written_at_the_current_step(tmp_path: Path) -> None:
     assert {tag: scalars(tmp_path, tag) for tag in expected} == {
         tag: {3: value} for tag, value in expected.items()
     }
-
-
-def test_hyperparameters_are_written_into_the_run(tmp_path: Path) -> None:
-    """None and lists become texts."""
-    model = mlp()
-    with HookLogger(model, tmp_path) as logger:
-        logger.hparams({"resume": None, "betas": (0.9, 0.99), "widths": [32, 16], "lr": 0.1})
-        with pytest.raises(TypeError, match=r"not set; pass str\(value\), or leave it out"):
-            logger.hparams({"lr": {0.1}})
-        train(model, steps=1)
-    texts = {"resume": "None", "betas": "(0.9, 0.99)", "widths": "[32, 16]", "lr": 0.1}
-    assert telemetry.read(tmp_path).hparams == texts
-    assert "_hparams_/session_start_info" in load(tmp_path).Tags()["tensors"]
 
 
 def test_content_can_be_switched_off(tmp_path: Path) -> None:

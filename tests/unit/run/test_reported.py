@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord, TelemetryAlert
-from tests.helpers.disks import FreezableDisk
+from tests.helpers.applied import Applied
 from tests.helpers.loops import (
     batches,
     fault_at,
@@ -38,7 +38,6 @@ from tests.helpers.loops import (
     scalars,
     train,
 )
-from tests.helpers.members import until
 from tests.helpers.scripts import run_script
 from tests.helpers.shell import records, run
 from tests.helpers.twins import Recorder
@@ -63,37 +62,6 @@ def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
     [found] = telemetry.read(tmp_path).alerts
     assert (found.kind, found.step) == ("nonfinite", 1)
     assert [fault["step"] for fault in records("explain", tmp_path)] == [1]
-
-
-def test_an_alert_is_reported_and_written_without_a_later_step(tmp_path: Path) -> None:
-    model, reported = mlp(), threading.Event()
-    options: Any = {"every_n_steps": 100, "on_alert": lambda _: reported.set()}
-    with HookLogger(model, tmp_path, alerts=[fault_at(17)], **options):
-        train(model, steps=18)
-        assert reported.wait(120)
-
-        def is_written() -> bool:
-            try:
-                return bool(telemetry.read(tmp_path).alerts)
-            except ValueError:  # the first event is on its way to the disk
-                return False
-
-        assert any(is_written() for _ in range(2000))
-
-
-def test_alerts_do_not_block_on_the_disk(freezable_disk: FreezableDisk) -> None:
-    model = mlp()
-    log_dir = freezable_disk.path / "run"
-    log_dir.mkdir()
-    writer = SummaryWriter(freezable_disk.path.parent / "elsewhere")
-    writer.log_dir = str(log_dir)  # the run log is on the frozen disk
-    with HookLogger(model, writer, alerts=[fault_at(1, 3)]) as logger:
-        with freezable_disk.frozen():
-            train(model)
-            until(lambda: [alert.step for alert in logger.alerts] == [1, 3])
-        logger.flush()
-        assert [alert.step for alert in telemetry.read(log_dir).alerts] == [1, 3]
-    writer.close()
 
 
 @pytest.mark.parametrize(
@@ -228,6 +196,59 @@ def test_a_rule_or_callback_that_fails_is_logged_once_and_training_continues(
     assert len(scalars(tmp_path)) == 5
 
 
+def train_with_nan(
+    log_dir: Path,
+    respond: Callable[[Alert], object] | None,
+    steps: int = 30,
+    until_stopped: bool = True,
+) -> HookLogger:
+    """Train with NaN at step 5."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with HookLogger(model, log_dir, on_alert=respond) as logger:
+        for step in range(steps):
+            inputs = torch.randn(16, 4) if step != 5 else torch.full((16, 4), torch.nan)
+            loss = model(inputs).square().mean()
+            logger.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            logger.flush()
+            if logger.should_stop and until_stopped:
+                break
+    return logger
+
+
+def test_a_function_stops_at_the_kinds_that_it_chooses(tmp_path: Path) -> None:
+    stopped = train_with_nan(
+        tmp_path / "a", lambda alert: "stop" if "nonfinite" in alert.kinds else None
+    )
+    assert (stopped.should_stop, stopped.current_step) == (True, 7)
+    other = train_with_nan(
+        tmp_path / "b", lambda alert: "stop" if "dead_units" in alert.kinds else "go on"
+    )
+    assert (other.should_stop, other.current_step) == (False, 30)
+
+
+def test_a_function_raises(tmp_path: Path) -> None:
+    with pytest.raises(TelemetryAlert) as raised:
+        train_with_nan(tmp_path, lambda alert: "raise")
+    assert raised.value.alert.kind == "nonfinite"
+
+
+def test_a_loss_that_stays_nan_is_followed_by_the_way_to_stop_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_with_nan(tmp_path / "a", None)
+    ways = [record for record in caplog.records if "on_alert=" in record.getMessage()]
+    assert len(ways) == 1
+    assert not [r for r in caplog.records if r.getMessage().startswith("telemetry: ")]
+    caplog.clear()
+    train_with_nan(tmp_path / "b", lambda alert: "stop")
+    assert not [record for record in caplog.records if "on_alert=" in record.getMessage()]
+
+
 # --- what is shown -------------------------------------------------------------------------------
 
 
@@ -262,46 +283,51 @@ def test_a_notebook_shows_runs_alerts_and_results_of_a_check(tmp_path: Path) -> 
         assert all(any(part in text for text in texts) for part in parts)
 
 
-MAKES_THREE_LOGGERS = """
-import logging, sys
+FOLDERS = {"runs/first": "runs", "runs/second/": "runs", "third": ".", ".": "."}
+FOLDERS["my runs/first"] = "'my runs'"
+MAKES_LOGGERS = f"""
+import logging, os, sys
 from torch import nn
 from telemetry import HookLogger
-if sys.argv[2] != "unset":
-    logging.basicConfig(level=sys.argv[2])
-for number in range(3):
-    HookLogger(nn.Linear(2, 1), f"{sys.argv[1]}/{number}")
+os.chdir(sys.argv[1])
+for stderr, level in zip(sys.argv[2::2], sys.argv[3::2]):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    os.dup2(int(stderr), 2)
+    if level != "unset":
+        logging.basicConfig(level=level)
+    for log_dir in {[*FOLDERS]}:
+        HookLogger(nn.Linear(2, 1), log_dir).close()
+    os._exit(0)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("terminal", "level", "expected"),
-    [
-        (True, "WARNING", "\r\x1b[Jtelemetry: "),
-        (True, "INFO", "INFO:telemetry:"),
-        (False, "WARNING", None),
-        (False, "unset", "telemetry: "),
-    ],
-)
-def test_each_logger_shows_its_directory_and_the_command_to_look_at_it(
-    tmp_path: Path, terminal: bool, level: str, expected: str | None
+def test_each_logger_shows_its_directory_and_the_command_that_shows_it_and_its_neighbors(
+    tmp_path: Path,
 ) -> None:
-    screen, stderr = pty.openpty() if terminal else os.pipe()
-    command = [sys.executable, "-c", MAKES_THREE_LOGGERS, str(tmp_path), level]
-    subprocess.run(command, check=True, stderr=stderr)
-    os.close(stderr)
-    try:
-        printed = os.read(screen, 65536).decode()
-    except OSError:  # Linux raises it for a closed terminal without text
-        printed = ""
-    os.close(screen)
-    assert [
-        line for line in printed.replace("\r\n", "\n").split("\n") if "tensorboard" in line
-    ] == [
-        f"{expected}writing to {tmp_path}/{number}; to look at it: tensorboard --logdir {tmp_path}"
-        for number in range(3)
-        if expected is not None
+    cases = [(True, "WARNING"), (True, "INFO"), (False, "WARNING"), (False, "unset")]
+    beginnings = ["\r\x1b[Jtelemetry: ", "INFO:telemetry:", None, "telemetry: "]
+    ends = [pty.openpty() if terminal else os.pipe() for terminal, _ in cases]
+    arguments = [
+        str(a) for (_, fd), (_, level) in zip(ends, cases, strict=True) for a in (fd, level)
     ]
+    command = [sys.executable, "-c", MAKES_LOGGERS, str(tmp_path), *arguments]
+    subprocess.run(command, check=True, pass_fds=[stderr for _, stderr in ends])
+    for (screen, stderr), beginning in zip(ends, beginnings, strict=True):
+        os.close(stderr)
+        try:
+            printed = os.read(screen, 65536).decode().replace("\r\n", "\n")
+        except OSError:  # Linux raises it for a closed terminal without text
+            printed = ""
+        os.close(screen)
+        shown = [line for line in printed.split("\n") if "tensorboard" in line]
+        assert shown == [
+            f"{beginning}writing to {own}; to look at it: tensorboard --logdir {shared}"
+            for own, shared in FOLDERS.items()
+            if beginning is not None
+        ]
 
 
 MEETS_NAN_BESIDE_A_BAR = """
@@ -337,19 +363,58 @@ def test_a_terminal_shows_alerts_in_its_width_in_place_of_a_progress_bar(tmp_pat
     assert all(line.startswith("  ") for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_notes_are_printed_at_the_end_without_logging(tmp_path: Path) -> None:
     script = """
-        import sys, torch
-        from telemetry import HookLogger
-        model = torch.nn.Linear(8, 2)
-        optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), torch.randn(16, 8)
-        with HookLogger(model, sys.argv[1], every_n_steps=1, max_overhead=float("inf")) as logger:
-            for step in range(300):
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
-                optimizer.step()
+        import sys
+        from tests.helpers.known_runs import alert_at
+        from tests.helpers.tiny_run import TinyRun
+        note = alert_at(
+            0, None, severity="note", kind="planted", summary="50% of it", advice=("x",)
+        )
+        run = TinyRun(sys.argv[1], alerts=[lambda record: [note] if record.step == 0 else []])
+        run.train()
+        run.logger.close()
     """
     _, errors = run_script(tmp_path, script, tmp_path / "run")
     _, _, notes = errors.partition("telemetry: one note, which may be intended:\n")
-    assert notes.startswith("  same_batch at step ")
-    assert "next(iter(loader))" in notes  # its advice
+    assert notes.startswith("  planted at step 0")
+    assert "50% of it" in notes
+    assert "x" in notes.splitlines()[-1]  # its advice
+
+
+def test_each_layer_with_parameters_has_a_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    names = ["cut", "still", "frozen", "other", "head"]
+    model = Applied(
+        lambda m, x: m.head(m.other(m.frozen(m.still(m.cut(x).detach())))),
+        **{name: nn.Linear(4, 4) for name in names},
+    )
+    model.frozen.requires_grad_(False)
+    groups = [
+        {"params": [*model.cut.parameters(), *model.head.parameters()]},
+        {"params": [*model.still.parameters()], "lr": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, 0.1)
+    with HookLogger(model, tmp_path, every_n_steps=1, alerts=()):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    modules = telemetry.read(tmp_path).modules
+    assert dict(zip(modules.module_name, modules.state, strict=True)) == {
+        "model input": "",
+        "cut": "no gradient",
+        "still": "learning rate 0",
+        "frozen": "frozen",
+        "other": "not in an optimizer",
+        "head": "trains",
+    }
+    capsys.readouterr()
+    assert run("summary", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "20.0% of the parameters" in out
+    rows = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert {*names} <= rows

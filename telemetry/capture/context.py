@@ -1,20 +1,23 @@
-"""Shared by hooks, optimizers and steps: the target of the capture, and its state."""
+"""Shared by hooks, optimizers and steps: the captured model, and the position in its training."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
 
 from telemetry.capture.account import Stopwatch
+from telemetry.capture.missed_steps import MissedSteps
+from telemetry.capture.norms import GradientReader
 from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.pending import RunTotals
+from telemetry.capture.scaler import SkippedSteps
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
+from telemetry.records.step import ClippedFraction
 from telemetry.selection import Selection
 from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import CompiledAutograd
@@ -33,36 +36,6 @@ class Content:
     images: bool = True
 
 
-Now: TypeAlias = Literal["off", "open", "read"]
-"""States of the loop: see :class:`loop.Loop`."""
-
-
-class State:
-    """State of the loop, and the position in it.
-
-    Attributes:
-        now: State of the step in progress.
-        step: Its number.
-        training, in_phase, armed: Whether forward passes of training are observed, those of a
-            phase, or either. Compiled graphs are guarded by these: one graph has observers, the
-            other has none.
-        output_grads: Whether gradients with respect to outputs are observed, too.
-        thread: Thread whose forward passes belong to the step in progress; None: not known yet.
-        ranks: Observer of the other ranks; None: a single rank, or not known yet.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.now: Now = "off"
-        self.step = step
-        self.training = self.in_phase = self.armed = self.output_grads = False
-        self.thread: int | None = None
-        self.ranks: RankObserver | None = None
-
-    def observe(self, *, training: bool) -> None:
-        """Observe passes of training, or no longer, and those of phases."""
-        self.training, self.armed = training, training or self.in_phase
-
-
 class Guard(NamedTuple):
     """Keeps the capture apart from training: reports its failures and measures its time."""
 
@@ -70,17 +43,45 @@ class Guard(NamedTuple):
     own_time: Stopwatch
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Target:
-    """The captured model, held weakly, and its measured content."""
+class Context:
+    """The captured model, held weakly, what its full steps measure, and the position in training.
 
-    model: weakref.ref[nn.Module]
-    selection: Selection
-    table: ParameterTable
-    content: Content
-    guard: Guard
-    totals: RunTotals = field(default_factory=RunTotals)
-    compiled_autograd: CompiledAutograd = field(default_factory=CompiledAutograd)
+    Attributes:
+        step: Number of the step in progress.
+        training, in_phase, armed: Whether forward passes of training are observed, those of a
+            phase, or either. Compiled graphs are guarded by these: one graph has observers, the
+            other has none.
+        output_grads: Whether gradients with respect to outputs are observed, too.
+        thread: Thread whose forward passes belong to the step in progress; None: not known yet.
+        ranks: Observer of the other ranks; None: a single rank, or not known yet.
+        clipped_fraction, skipped_steps: Counts over all steps of the run, of the worker.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        selection: Selection,
+        content: Content,
+        guard: Guard,
+        first_step: int,
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.selection, self.content, self.guard = selection, content, guard
+        self.table = ParameterTable(model, selection)
+        self.reader = GradientReader(self.table)
+        self.missed = MissedSteps()
+        self.compiled_autograd = CompiledAutograd()
+        self.step = first_step
+        self.training = self.in_phase = self.armed = self.output_grads = False
+        self.thread: int | None = None
+        self.ranks: RankObserver | None = None
+        self.clipped_fraction = ClippedFraction()
+        self.skipped_steps = SkippedSteps()
+
+    def observe(self, *, training: bool) -> None:
+        """Observe passes of training, or no longer, and those of phases."""
+        self.training, self.armed = training, training or self.in_phase
 
 
 def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:
