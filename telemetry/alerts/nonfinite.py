@@ -67,7 +67,7 @@ class Nonfinite(Detector):
         found = origin(record, self._usual, after_good=after_good)
         self._last_good = record.step if record.all_grads_finite else None
         if found is None:
-            self._usual.update(bad_among(record.inputs), map(str, _infinite(record)))
+            self._usual.update(bad_among(record.inputs), map(_key, _infinite(record)))
             return None
         self._calm_steps = 0
         loss, advice, how = record.loss or 0.0, found.advice, _overflow(baseline)
@@ -185,7 +185,7 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
         if not bad or bad[-1] != [*record.outputs][-1]:  # it does not reach the end
             return None
     if is_lost and not bad:  # -inf of a logarithm, and not of a mask
-        bad = [output for output in _infinite(record) if str(output) not in usual]
+        bad = [output for output in _infinite(record) if _key(output) not in usual]
     entered = bad[0].module_name if bad else None
     for name in bad_among(record.inputs):
         if name not in usual:
@@ -203,7 +203,8 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
     if entered is not None:
         return Origin(entered, f"the forward pass, in {_place(record, bad[0])}", _FORWARD)
     if record.outputs and (is_lost or record.all_grads_finite):
-        return Origin(None, "the targets or the loss: no output of a module is NaN", _TARGETS)
+        outputs = "no output is NaN" if _infinite(record) else "all outputs are finite"
+        return Origin(None, f"the targets or the loss: {outputs}", _TARGETS)
     if not record.outputs and (found := _by_statistics(record)) is not None:
         return found
     return _by_gradients(record, is_lost=is_lost)
@@ -214,6 +215,10 @@ def _infinite(record: StepRecord) -> list[Output]:
     if not record.outputs:
         return []
     return [*compress(record.outputs, nonfinite_of(Tensors.of(record.outputs).rows))]
+
+
+def _key(output: Output) -> str:
+    return f"output of {output}"  # no name of an input or a buffer
 
 
 def _place(record: StepRecord, output: Output) -> str:
@@ -331,8 +336,10 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
         return Origin(culprit, f"the backward pass of {called(culprit)}", _BACKWARD)
     if behind is None and not record.outputs:
         # A NaN that the loss multiplies by 0 is still NaN, and clipping spreads one to all.
-        what = f"the gradient of the loss for {called(last)}, or that of any layer if gradients are"
-        return Origin(last, f"{what} clipped{_NOT_FULL}", _BACKWARD)
+        what = f"the gradient of the loss for {called(last)}, in outputs that the loss does not use"
+        return Origin(
+            last, f"{what} or, if gradients are clipped, in any layer{_NOT_FULL}", _BACKWARD
+        )
     what = f"the gradient of the loss for {called(last)}"
     if behind is not None:  # may also be on another branch
         what = f"the backward pass, in the gradient of {called(last)}; that of {called(behind)} is"

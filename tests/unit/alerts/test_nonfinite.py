@@ -73,7 +73,7 @@ def test_without_a_full_step_clipping_may_have_spread_nan_from_any_layer() -> No
     steps = iter(range(14))
     alert = first(13, after_backward=spoil_and_clip)
     assert alert.step == 13
-    assert "or that of any layer if gradients are clipped" in alert.summary
+    assert "or, if gradients are clipped, in any layer" in alert.summary
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
