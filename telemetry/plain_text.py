@@ -35,6 +35,11 @@ def called(module_name: str) -> str:
     return printable(name) or "the model"
 
 
+def called_owner(module_name: str) -> str:
+    """Return the name of a module that owns parameters for messages about these."""
+    return called(module_name) if module_name else "the model's own parameters"
+
+
 def called_all(module_names: Sequence[str], most: int) -> str:
     """Return at most ``most`` names of modules for messages, and the number of others."""
     return listed([*map(called, module_names)], most)

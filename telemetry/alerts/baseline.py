@@ -145,6 +145,8 @@ class Loss:
     is_better: bool = False  # the recent median is half a deviation below the window
     excess: float = 0.0  # (last loss - highest before) / |highest before|
     losses_lost: int = 0  # consecutive losses at which half of the progress was lost
+    count: int = 0  # of losses
+    outliers: int = 0  # losses that were far above the window
     limit: float = math.inf  # threshold of losses far above the window
 
     def __init__(self) -> None:
@@ -174,6 +176,17 @@ class Loss:
         ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor). 0 while unknown.
         """
         return shared.NOISE * abs(self.first) if len(self.window) else 0.0
+
+    def as_rare_as(self, losses: int) -> int:
+        """Return how many consecutive losses far above the window are as rare as ``losses``.
+
+        A window of few values is narrow where losses have heavy tails. If more than one in ten
+        were far above it before, with probability p each, ``n`` in a row have probability ``p^n``.
+        """
+        share = (self.outliers - len(self.high)) / max(self.count, 1)
+        if len(self.window) >= shared.LENGTH or not shared.FEW < share < 1:
+            return losses
+        return math.ceil(losses * math.log(shared.FEW) / math.log(share))
 
     def jump_since(self, since: int) -> LossJump:
         """Return the rise of the loss at step ``since`` or later."""
@@ -222,6 +235,8 @@ class Loss:
             self.excess = (loss - highest) / abs(highest) if highest else 0.0
             few = _FAR_OF_FEW * abs(highest) if len(self.window) < shared.FEWEST else 0.0
             self.limit = highest + max(shared.HALF * self.window.range, few)
+        self.count += 1
+        self.outliers += loss > self.limit
         if loss > self.limit:
             self.high.append(Logged(step, loss))
         else:
@@ -506,6 +521,18 @@ class Baseline:
     def lowest_rate(self) -> float:
         """The lowest above zero of the last hundred steps."""
         return min((rate for rate in self._rates if rate > 0), default=0.0)
+
+    @property
+    def risen_from(self) -> float:
+        """The lowest rate above zero before the rate became as high as now; 0 if it did not rise.
+
+        Optimizers that step in turn have rates in turn, and these are no rise.
+        """
+        rates = [*self._rates]
+        lower = [place for place, rate in enumerate(rates) if rate * shared.JUMP <= self.rate]
+        before = rates[: lower[-1] + 1] if lower else []
+        positive = [rate for rate in before if rate > 0]
+        return min(positive, default=0.0) if max(before, default=0.0) < self.rate else 0.0
 
     @property
     def ratio_now(self) -> float:

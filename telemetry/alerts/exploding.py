@@ -146,7 +146,8 @@ class ExplodingGradient(Detector):
         return replace(found, escalates=blamed is not None and blamed.first != alert.module_name)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return self._is_deep or self._amplified_steps > 0 or not record.all_grads_finite
+        lasts = self._is_deep or self._amplified_steps > 0 or baseline.loss.is_unbounded
+        return lasts or not record.all_grads_finite
 
     def _in_time(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         norm, loss = baseline.norm, baseline.loss
@@ -265,7 +266,7 @@ class ExplodingGradient(Detector):
             cause = f"The values of the batch are {figure(batch, 2)}x as large as before"
         elif confined is not None and where in (None, confined):
             where, advice = confined, advice or _ONE_LAYER
-            cause = f"Only the gradient of {confined} grew: without it the norm would be as before"
+            cause = f"Most of the growth is in the gradient of {confined}"
         elif where is not None:
             cause = where.growth + ", whose gradient alone did not grow" * blame.by_norms
         advice = advice or (_BATCH if batch else _STEPS_TOO_LARGE)

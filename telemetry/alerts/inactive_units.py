@@ -26,7 +26,7 @@ from telemetry.records.tensor import Tensors
 
 class DeadUnits(Detector):
     """Units of a layer are zero for every sample: nearly all in several batches, or nine in ten for
-    50 steps. An error if all are dead.
+    50 steps. An error if all are dead. Or all inputs of a layer are zero.
 
     Evidence: the share, the layer, its units (``telemetry.read(run).units(layer)``), the ReLU
         behind it.
@@ -45,6 +45,9 @@ class DeadUnits(Detector):
     Zero outputs of modules with own parameters count only if these get no gradient. Silent units
     confirm each other, so ``samples`` is divided by the square root of their number. A share alone
     takes 50 steps since units near the limit recover. It resolves when a quarter is active.
+
+    If no layer has dead units, a function may return zeros: then the weights of the next layer have
+    a gradient of exactly zero while its bias has another, at full steps over 20 steps.
     """
 
     kind = "dead_units"
@@ -68,6 +71,7 @@ class DeadUnits(Detector):
     samples: float = limit(500.0, "Values of each unit, fewer if more units are dead.")
     full_steps_in_a_row: int = state(shared.AGAIN)
     _silence: dict[Output, _Silence] = state(dict)
+    _without_input: dict[str, int] = state(dict)  # modules without one, and the step since when
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, units = False, _silent_units(record)
@@ -80,7 +84,9 @@ class DeadUnits(Detector):
         ]
         # If there is no gradient at all, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
-        if not dead or not (record.total_grad_norm > 0 or any(gradients)):
+        if not dead:
+            return self._get_zeros(record)
+        if not (record.total_grad_norm > 0 or any(gradients)):
             return None
         if self.active_alert is not None:  # the first layer without any unit left escalates it
             dead.sort(key=lambda output: self._silence[output].whole < self.batches)
@@ -122,7 +128,25 @@ class DeadUnits(Detector):
         """Whether most units of the reported layer are still silent."""
         units = _silent_units(record)
         shares = [share for output, share, _ in units if output.module_name == self._active_module]
-        return max(shares, default=0.0) > shared.MOST
+        return max(shares, default=0.0) > shared.MOST or self._active_module in self._without_input
+
+    def _get_zeros(self, record: StepRecord) -> Finding | None:
+        """Return the finding of the first layer that gets only zeros."""
+        since = {name: self._without_input.get(name, record.step) for name in _idle_layers(record)}
+        self._without_input = since
+        name, steps = next(((n, record.step - s) for n, s in since.items()), ("", 0))
+        if steps < shared.LATEST:
+            return None
+        return Finding(
+            summary=f"The weights of {called(name)} get a gradient of exactly 0 for {steps} steps, "
+            "while its bias gets another",
+            cause=f"The inputs of {called(name)} are most likely 0 for all samples",
+            advice=("Check the unit and the range of its inputs, and functions before it",),
+            value=1.0,
+            threshold=self.fraction,
+            module_name=name,
+            statistic="grad_norm",
+        )
 
     def _is_zero(self, output: Output, record: StepRecord) -> bool:
         """Whether all silent units return zero; else they only get no gradient."""
@@ -215,6 +239,21 @@ def _negligible(rows: Rows) -> Marks:
     return negligible
 
 
+def _idle_layers(record: StepRecord) -> list[str]:
+    """Return affine layers whose weights have a zero gradient and whose bias has another.
+
+    The gradient of the weights is that of the outputs times the inputs; that of the bias has no
+    such factor.
+    """
+    layout, is_zero = record.layout, record.grad_norms == 0
+    learns = np.bincount(layout.owners, ~is_zero, minlength=len(layout.modules)) > 0
+    weights = np.array([*layout.matrices.values()], np.intp)
+    owners = layout.owners[weights]
+    modules = owners[is_zero[weights] & record.grad_present[weights] & learns[owners]].tolist()
+    chosen = [layout.modules[index] for index in sorted(modules)]
+    return [module.name for module in chosen if module.type_name in AFFINE]
+
+
 class SaturatedUnits(Detector):
     """Outputs of a layer lie mostly on the flat part of its activation function.
 
@@ -283,7 +322,8 @@ class SaturatedUnits(Detector):
             kind = layout.modules[layout.position[name]].type_name
             units = record.outputs[output].rows.units_of(record.outputs[output].row)
             which = "" if units is None else ranges(saturated_units(kind, units))
-            summary = f"{what} are saturated" + (f"; units {which} for all inputs" if which else "")
+            named = f"unit{'' if which.isdecimal() else 's'} {which}"
+            summary = f"{what} are saturated" + (f"; {named} for all inputs" if which else "")
             cause, advice = f"{printable(kind)} is flat there and passes no gradient", _CENTERED
         large, why = baseline.large_start
         if large and layout.position[large] <= layout.position[name]:

@@ -15,7 +15,7 @@ from telemetry.alerts.baseline import Baseline, Figures, Logged, LossJump, Rise
 from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.layers.onset import Onset
-from telemetry.plain_text import called, figure, steps_in_words
+from telemetry.plain_text import called, called_owner, figure, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import mean_of, rms_of
 from telemetry.records.rows import Rows
@@ -207,7 +207,8 @@ def _in_words(onsets: Sequence[Onset], count: int) -> str:
         some = f"All {count}" if len(first) == count else f"{len(first)} of {count}"
         return f". {some} layers left their baseline at step {first[0].step}"
     named = [
-        f"{called(o.name)} ({_ratio(o.factor)} at step {o.step})" for o in onsets[: shared.NAMED]
+        f"{called_owner(o.name)} ({_ratio(o.factor)} at step {o.step})"
+        for o in onsets[: shared.NAMED]
     ]
     return f". First layers out of their usual range: {', '.join(named)}" if named else ""
 
@@ -366,7 +367,7 @@ class LossDivergence(Detector):
         if self.active_alert is not None or now is None:
             return None
         is_new = baseline.age < shared.RECENT and loss.excess > shared.JUMP
-        enough = self.losses - (is_new or baseline.follows_rate_jump)
+        enough = loss.as_rare_as(self.losses) - (is_new or baseline.follows_rate_jump)
         # With fewer than a hundred steps, the best loss may be luck.
         lost = loss.losses_lost >= shared.RECENT and baseline.age > shared.LENGTH
         is_high = len(loss.high) >= enough or lost
@@ -376,7 +377,7 @@ class LossDivergence(Detector):
             self.needs_full_step |= explained is None
             return None
         self._rise = loss.rise(loss.window.usual)
-        rate, lowest = baseline.rate, baseline.lowest_rate
+        rate, lowest = baseline.rate, baseline.risen_from
         cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
         if 0 < lowest * shared.JUMP <= rate:
             cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
@@ -399,7 +400,7 @@ class LossDivergence(Detector):
         return self._rise is not None and not self._rise.is_undone(loss)
 
 
-_NEVER_ZEROED = "They are never zeroed"
+_NEVER_ZEROED = "They are not zeroed between these steps"
 _LOWER = ("Divide the learning rate by 3 to 10", "Warm it up")
 _INITIALIZE = (
     "Make these weights smaller: PyTorch's defaults start at 0.4x He initialization",

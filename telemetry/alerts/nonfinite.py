@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers.module_types import AFFINE, STANDARD
 from telemetry.plain_text import called, figure, printable
 from telemetry.records import Module, Output, StepRecord
+from telemetry.records.moments import nonfinite_of
 from telemetry.records.sketch import SAMPLE_ELEMENTS
 from telemetry.records.step import RUNNING_STATISTICS, is_inside
-from telemetry.records.tensor import bad_among
+from telemetry.records.tensor import Tensors, bad_among
 
 
 class Nonfinite(Detector):
@@ -65,7 +67,7 @@ class Nonfinite(Detector):
         found = origin(record, self._usual, after_good=after_good)
         self._last_good = record.step if record.all_grads_finite else None
         if found is None:
-            self._usual.update(bad_among(record.inputs))
+            self._usual.update(bad_among(record.inputs), map(str, _infinite(record)))
             return None
         self._calm_steps = 0
         loss, advice, how = record.loss or 0.0, found.advice, _overflow(baseline)
@@ -182,6 +184,8 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
             return Origin(name.rpartition(".")[0], what, _BUFFER)
         if not bad or bad[-1] != [*record.outputs][-1]:  # it does not reach the end
             return None
+    if is_lost and not bad:  # -inf of a logarithm, and not of a mask
+        bad = [output for output in _infinite(record) if str(output) not in usual]
     entered = bad[0].module_name if bad else None
     for name in bad_among(record.inputs):
         if name not in usual:
@@ -199,10 +203,17 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
     if entered is not None:
         return Origin(entered, f"the forward pass, in {_place(record, bad[0])}", _FORWARD)
     if record.outputs and (is_lost or record.all_grads_finite):
-        return Origin(None, "the targets or the loss: all outputs are finite", _TARGETS)
+        return Origin(None, "the targets or the loss: no output of a module is NaN", _TARGETS)
     if not record.outputs and (found := _by_statistics(record)) is not None:
         return found
     return _by_gradients(record, is_lost=is_lost)
+
+
+def _infinite(record: StepRecord) -> list[Output]:
+    """Return outputs with infinities, in forward order."""
+    if not record.outputs:
+        return []
+    return [*compress(record.outputs, nonfinite_of(Tensors.of(record.outputs).rows))]
 
 
 def _place(record: StepRecord, output: Output) -> str:
@@ -318,12 +329,15 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
         return Origin(culprit, what, _TARGETS)
     if culprit != last:
         return Origin(culprit, f"the backward pass of {called(culprit)}", _BACKWARD)
-    if behind is None and not record.outputs:  # a NaN that the loss multiplies by 0 is still NaN
-        what = f"the gradient of the loss for {called(last)}, or in outputs that the loss does not"
-        return Origin(last, f"{what} use{_NOT_FULL}", _BACKWARD)
-    beyond = called(behind) if behind is not None else "the loss"
-    what = f"the backward pass, between {beyond} and {called(last)}{_perhaps(suspects)}"
-    return Origin(last, what, _BACKWARD)
+    if behind is None and not record.outputs:
+        # A NaN that the loss multiplies by 0 is still NaN, and clipping spreads one to all.
+        what = f"the gradient of the loss for {called(last)}, or that of any layer if gradients are"
+        return Origin(last, f"{what} clipped{_NOT_FULL}", _BACKWARD)
+    what = f"the gradient of the loss for {called(last)}"
+    if behind is not None:  # may also be on another branch
+        what = f"the backward pass, in the gradient of {called(last)}; that of {called(behind)} is"
+        what += " finite"
+    return Origin(last, f"{what}{_perhaps(suspects)}", _BACKWARD)
 
 
 def _by_elimination(record: StepRecord) -> Origin:

@@ -14,7 +14,7 @@ from telemetry.alerts.exploding import Stretch
 from telemetry.alerts.losses import bias_gradients
 from telemetry.layers import table
 from telemetry.layers.module_types import BOUNDED, UNBOUNDED
-from telemetry.plain_text import called, called_all, figure
+from telemetry.plain_text import called_all, called_owner, figure
 from telemetry.records import Layout, StepRecord
 
 
@@ -148,7 +148,7 @@ class VanishingGradient(Detector):
             cause = f"All weights of {called_all(baseline.began_zero, shared.NAMED)} started at 0"
             advice = _LARGER[1:]
         return Finding(
-            summary=f"The gradient of {called(self._names[first])} is {factor}x "
+            summary=f"The gradient of {called_owner(self._names[first])} is {factor}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
             cause=cause,
             advice=advice,

@@ -13,8 +13,10 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from telemetry import Alert
+from telemetry.testing import alerts_of
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
+from tests.helpers.scripted import record
 from tests.helpers.small_runs import Batch, EndsWith, MakeOptimizer, draw, net, train
 
 every_interval = pytest.mark.parametrize("every", [1, 10, 100])
@@ -129,6 +131,29 @@ def test_a_learning_rate_that_rose_is_named_once_and_not_resolved(ramp: int, eve
     )  # fmt: skip
     assert 203 <= alert.step <= 203 + ramp + 20
     assert 0.003 in figures(alert.cause)
+
+
+@pytest.mark.parametrize("others", [0, 5])
+def test_three_high_losses_in_a_row_diverge_only_where_single_ones_are_rare(others: int) -> None:
+    high = {*range(7, 7 + 4 * others, 4), 32, 33, 34}
+    records = [
+        record(
+            step,
+            scalars={"loss": 9.0 if step in high else 1 + step % 3 / 10},
+            update_ratios={"0.weight": 0.5},
+        )
+        for step in range(36)
+    ]
+    alerts = alerts_of(records, [rule("loss_divergence")])
+    assert [alert.step for alert in alerts] == ([] if others else [34])
+
+
+def test_rates_of_optimizers_that_step_in_turn_have_not_risen() -> None:
+    alerts = train(
+        rule("loss_divergence"), 60, every=1, rate=lambda step: 20.0 if step % 2 else 1.0
+    )
+    assert {alert.cause for alert in alerts} <= {"The learning rate is 1", "The learning rate is 20"}
+    assert alerts
 
 
 @every_interval

@@ -289,3 +289,16 @@ def test_parameters_that_an_optimizer_no_longer_steps_are_a_note() -> None:
     [alert] = run.alerts
     assert (alert.severity, alert.module_name) == ("note", "trunk")
     assert "no optimizer has stepped it for" in alert.summary
+
+
+@pytest.mark.parametrize("every", [10, 100])
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_a_layer_that_gets_zeros_from_a_function_has_dead_inputs(scale: float, every: int) -> None:
+    model = Applied(
+        lambda self, x: self.head((self.basis(scale * x) + 0.1).relu()),
+        basis=nn.Linear(8, 16), head=nn.Linear(16, 3),
+    )  # fmt: skip
+    alerts = train(rule("dead_units"), 105, model=model, every=every)
+    assert [(alert.module_name, alert.severity) for alert in alerts] == (
+        [] if scale else [("basis", "warning")]
+    )

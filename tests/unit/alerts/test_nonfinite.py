@@ -49,6 +49,33 @@ def row_5(value: float, *, at: int | None = None) -> Callable[[int], Batch]:
     return drawn(lambda step, x: x.masked_fill(of_row & (at in (None, step)), value))
 
 
+@pytest.mark.parametrize("is_mask", [False, True])
+def test_a_logarithm_of_zero_is_the_origin_unless_it_is_infinite_at_good_steps(
+    is_mask: bool,
+) -> None:
+    def apply(self: Any, x: Tensor) -> Any:
+        logs, factor = self.log(x), next(factors)
+        return self.head(x) * (logs.clamp_min(-1) if factor else logs * 0).mean()
+
+    factors = iter([1.0] * 10 + [0.0])
+    log = Applied(lambda self, x: (x[:, :1].abs() if not is_mask else 0 * x[:, :1]).log())
+    model = Applied(apply, log=log, head=nn.Linear(8, 3))
+    alert = first(10, model=model, batch=row_5(0.0, at=10))
+    assert (alert.step, alert.module_name) == (10, None if is_mask else "log")
+
+
+def test_without_a_full_step_clipping_may_have_spread_nan_from_any_layer() -> None:
+    def spoil_and_clip(model: nn.Module) -> None:
+        if next(steps) == 13:
+            model.get_parameter("0.weight").grad.fill_(math.nan)  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    steps = iter(range(14))
+    alert = first(13, after_backward=spoil_and_clip)
+    assert alert.step == 13
+    assert "or that of any layer if gradients are clipped" in alert.summary
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("at", "module"), [(10, "0"), (13, None)])
 def test_a_bad_batch_is_attributed_to_the_inputs_at_a_full_step_only(
@@ -118,7 +145,7 @@ def test_the_head_whose_term_of_the_loss_is_nan_is_named() -> None:
         (10, -1.0, "2", "the forward pass, in the output of module 2"),
         (13, -1.0, None, "the loss or a function, perhaps in module 1 or module 2"),
         (10, 0.0, "2", "the backward pass of module 2"),
-        (13, 0.0, "0", "between module 3 and module 0, perhaps in module 1 or module 2"),
+        (13, 0.0, "0", "module 0; that of module 3 is finite, perhaps in module 1 or module 2"),
     ],
 )
 def test_nan_is_attributed_to_the_forward_or_the_backward_pass(
