@@ -411,6 +411,7 @@ class Baseline:
     _input_rms: float = 0.0  # root mean square at the last full step
     _rates: deque[float]
     _of_groups: tuple[float, ...] = ()
+    _same_groups: int = 0  # steps since the number of parameter groups changed
     _groups: dict[str, set[int]]  # of each module's own parameters, in forward order
 
     def __init__(self, interval: float = 1) -> None:
@@ -528,7 +529,7 @@ class Baseline:
 
         Optimizers that step in turn have rates in turn, and these are no rise.
         """
-        rates = [*self._rates]
+        rates = [*self._rates][-1 - self._same_groups :]
         lower = [place for place, rate in enumerate(rates) if rate * shared.JUMP <= self.rate]
         before = rates[: lower[-1] + 1] if lower else []
         positive = [rate for rate in before if rate > 0]
@@ -562,6 +563,7 @@ class Baseline:
             rose = {group for group, (before, after) in pairs if after > shared.JUMP * before}
             names = tuple([name for name, groups in self._groups.items() if rose & groups])
             self.jumped = names if len(names) < len(self._groups) else ()
+        self._same_groups = self._same_groups + 1 if len(rates) == len(earlier) else 0
         self._of_groups = rates
         if record.groups.size:
             self._groups, layout = {}, record.layout
