@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from telemetry.capture import Pending
+from telemetry.capture import Step
 from telemetry.pipeline import Pipeline
 from tests.helpers.paths import ROOT
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_replay_gives_the_alerts_of_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = Pipeline.submit
 
-    def judge_at_once(pipeline: Pipeline, step: Pending) -> None:
+    def judge_at_once(pipeline: Pipeline, step: Step) -> None:
         submit(pipeline, step)
         pipeline.flush()
 
