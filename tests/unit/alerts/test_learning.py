@@ -152,7 +152,10 @@ def test_rates_of_optimizers_that_step_in_turn_have_not_risen() -> None:
     alerts = train(
         rule("loss_divergence"), 60, every=1, rate=lambda step: 20.0 if step % 2 else 1.0
     )
-    assert {alert.cause for alert in alerts} <= {"The learning rate is 1", "The learning rate is 20"}
+    assert {alert.cause for alert in alerts} <= {
+        "The learning rate is 1",
+        "The learning rate is 20",
+    }
     assert alerts
 
 
