@@ -63,7 +63,8 @@ class Counts(nn.Module):
         likelihood = torch.lgamma(counts + r) - torch.lgamma(r) - torch.lgamma(counts + 1)
         likelihood = likelihood + r * (r / (r + mean)).log()
         likelihood = likelihood + counts * (mean.log() - (r + mean).log())
-        return -likelihood.sum(1).mean()
+        loss: Tensor = -likelihood.sum(1).mean()
+        return loss
 
 
 @twins(

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import telemetry
-from telemetry.reading.run_data import RunData
-from telemetry.reading.run_log import RunDirectory
 from tests.helpers.known_runs import COLUMN, MISSING, alert_at, layout_of, write_newer, write_run
 from tests.helpers.views import OpenView, ReadView
 
@@ -214,15 +212,6 @@ def test_nan_and_infinity_are_read_back(tmp_path: Path, view: OpenView) -> None:
     values = np.array([np.nan, np.inf, MISSING], np.float32)
     write_run(tmp_path, LAYOUT, steps=[0], norms=lambda _: values)
     np.testing.assert_array_equal(view(tmp_path).matrix("grad_norm")[1], [values])
-
-
-def test_a_newer_format_is_forgotten_with_its_file(tmp_path: Path) -> None:
-    write_newer(tmp_path, 99)
-    run = RunData(RunDirectory(tmp_path))
-    for path in tmp_path.iterdir():
-        path.unlink()
-    run.refresh()
-    run.check_format()
 
 
 def test_a_newer_format_is_reported(tmp_path: Path) -> None:
