@@ -313,7 +313,7 @@ class LossDivergence(Detector):
 
     Evidence: the learning rate, and the value before it rose.
     Causes: a learning rate that is too large; inputs that are not standardized; a missing
-    ``optimizer.zero_grad()``.
+        ``optimizer.zero_grad()``.
     Remedies: divide the learning rate by 3 to 10, warm it up; zero gradients in every step.
     Silent: a harder task, an annealed term, gradients that jumped first.
     Example: optimizer = torch.optim.SGD(model.parameters(), lr=100.0)

@@ -205,7 +205,7 @@ class Step:
         norms = np.full(len(self.layout.parameters), -1.0)
         for group, scaled in self._norms:
             values = group.read()
-            norms[np.asarray(group.indices)] = values / self._factor if scaled else values
+            norms[np.asarray(group.indices)] = self._as_used(values) if scaled else values
         names = [parameter.name for parameter in self.layout.parameters]
         rates = [rate for rates in self._rates.values() for rate in rates]
         usage, tokens = usage_of(self.laps)
@@ -226,6 +226,15 @@ class Step:
             nonfinite_parameters=tuple([names[i] for i, _ in _nonfinite(self._of_parameters)]),
             nan_buffers=tuple(self._nan_buffers()),
         )
+
+    def _as_used(self, scaled: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Divide norms by a scaler's factor, as a fused optimizer divides the gradients.
+
+        Norms that have overflowed remain so. If the optimizer skips the step, they are infinite.
+        """
+        is_skipped = self._scaler is not None and self._scaler.skipped
+        beyond = math.inf if is_skipped else OVERFLOW
+        return np.where(scaled == OVERFLOW, beyond, scaled / self._factor)
 
     def _nan_buffers(self) -> Iterator[str]:
         for index, norm in _nonfinite(self._of_buffers):
@@ -450,7 +459,7 @@ class FullStep(Step):
 
     def _observations_of_skipped_steps(self, record: StepRecord) -> int:
         """Return how many of the first observations belong to steps that a scaler skipped."""
-        if self._scaler is None or not record.grad_finite.all():
+        if self._scaler is None or not (record.grad_norms < OVERFLOW).all():
             return 0
         # A backward pass with a gradient that is not finite ended in a skipped step.
         return max(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from threading import Lock
 from typing import Any, get_args
 
 import msgspec
@@ -74,6 +75,12 @@ def _array(kind: Any, value: Any) -> Any:
     return array.reshape(shape)
 
 
+# msgspec caches what it knows of a class before that is complete. A decoder that another thread
+# makes meanwhile reads null pointers, which ends the process with SIGSEGV.
+_making = Lock()
+
+
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, dec_hook=_array, ext_hook=_flat_array)
+    with _making:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_array, ext_hook=_flat_array)

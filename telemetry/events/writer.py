@@ -96,16 +96,23 @@ class Writer:
             return self._refused_count + waiting
 
     def start(self, file: File) -> None:
-        """Create a file on this thread, and start the other one; raise OSError or NoThreadError."""
-        file.append(deque())
-        self._files.add(file)
+        """Create a file on this thread, and start the other one; raise OSError or NoThreadError.
+
+        After an OSError, the other thread tries again until :meth:`close`.
+        """
+        if not self.is_here:
+            return
         self._runs = True
         try:
-            start(self._thread)
-        except NoThreadError:
-            self._runs = False
-            file.close()
-            raise
+            file.append(deque())
+            self._files.add(file)
+        finally:
+            try:
+                start(self._thread)
+            except NoThreadError:
+                self._runs = False
+                file.close()
+                raise
 
     def discard(self) -> None:
         """Drop the queued items and all later ones: another process writes them."""

@@ -295,6 +295,7 @@ class RunDirectory:
                 names = []
             if self._files.keys() - set(names):  # another run in the same directory
                 self._files.clear()
+                self.newer = None
             for name in names:
                 path = os.path.join(self.path, name)
                 if name not in self._files:

@@ -269,7 +269,8 @@ class ActiveRun:
 
     def _join_ranks(self) -> None:
         """Open the files and the exchange of the role, which is final."""
-        self._files.open_for(self._role)
+        with self._failures.contained("to open its files"):
+            self._files.open_for(self._role)
         self._may_stop_at_steps |= self._role.merges
         if self._role.merges:
             self._schedule.takes_all_norms = True  # rank 0 merges the steps that all have

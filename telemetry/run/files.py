@@ -86,7 +86,11 @@ class RunFiles:
         if self.first_step:
             self.log.begin(self.first_step)
         if not may_be_any_rank():
-            self.open_for(role)
+            try:
+                self.open_for(role)
+            except OSError:
+                self._writer.close()
+                raise
 
     def open_for(self, role: Role) -> None:
         """Open the files of a role that is final; write nothing more if another rank writes."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import pickle
-from dataclasses import replace
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -206,3 +209,32 @@ def test_fields_of_rank_0_and_those_that_nothing_merges_are_not_sent() -> None:
     own = part(random_states={"cpu": b"1"}, loss_tag="loss", groups=np.array([0]))
     sent = decode(RankRecord, own.encode()).record
     assert (sent.random_states, sent.loss_tag, sent.groups.size) == ({}, None, 0)
+
+
+evaluated = Event()
+
+
+def slow() -> type[int]:
+    """Return the type of a field, while another thread makes a decoder of the same class."""
+    evaluated.set()
+    time.sleep(0.2)
+    return int
+
+
+@dataclass
+class Inner:
+    value: slow()  # type: ignore[valid-type]
+
+
+@dataclass
+class Outer:
+    inner: Inner
+
+
+def test_two_loggers_may_receive_their_first_records_at_the_same_time() -> None:
+    """Without a lock, msgspec ends the process with SIGSEGV."""
+    sent = Outer(Inner(1))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(decode, Outer, encode(sent))
+        evaluated.wait()
+        assert decode(Outer, encode(sent)) == first.result() == sent

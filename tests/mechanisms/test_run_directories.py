@@ -19,7 +19,7 @@ from telemetry.reading.run_log import LogFile, RunDirectory
 from telemetry.tensorboard_plugin.provider_source import find_directories
 from tests.helpers.board import open_slow
 from tests.helpers.client import Client
-from tests.helpers.known_runs import layout_of, write_run
+from tests.helpers.known_runs import layout_of, write_newer, write_run
 from tests.helpers.loops import fault_at, mlp, train
 from tests.helpers.shell import records
 
@@ -97,3 +97,12 @@ def test_readers_in_several_threads_take_each_frame_once(tmp_path: Path) -> None
     [[part]] = directory.runs.values()
     [segment] = part.segments
     assert list(segment.places[Norms].steps) == list(range(2000))
+
+
+def test_a_newer_format_is_forgotten_with_its_file(tmp_path: Path) -> None:
+    write_newer(tmp_path, 99)
+    run = RunData(RunDirectory(tmp_path))
+    for path in tmp_path.iterdir():
+        path.unlink()
+    run.refresh()
+    run.check_format()

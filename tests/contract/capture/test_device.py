@@ -23,7 +23,7 @@ import telemetry
 from telemetry import HookLogger, StepRecord
 from telemetry.testing import alerts_of
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, require
-from tests.helpers.twins import Loop, Outcome, assert_left_alone, run, training
+from tests.helpers.twins import Loop, Outcome, Recorder, assert_left_alone, run, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # 2.4
 
@@ -212,3 +212,28 @@ def test_an_infinite_norm_of_an_ordinary_step_is_not_called_nonfinite_before_the
         kinds = {alert.kind for alert in alerts_of(outcome.records)}
         finite_at[value] = "nonfinite" not in kinds
     assert finite_at == {1e25: True, float("inf"): False}
+
+
+def test_norms_that_overflow_before_a_fused_optimizer_unscales_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere(monkeypatch)
+    recorder = Recorder()
+    model = nn.Linear(3, 1, bias=False)
+    optimizer, scaler = (
+        torch.optim.Adam(model.parameters(), fused=True),
+        torch.amp.GradScaler("cpu"),
+    )
+    with HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]):
+        for scale in (1.0, float("inf"), 1e17):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 3)).sum() * scale).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    _, skipped, large = recorder.records
+    assert skipped.skipped
+    assert np.isinf(skipped.grad_norms)
+    assert not skipped.grad_finite
+    np.testing.assert_allclose(large.grad_norms, 2e17 * 3**0.5)
+    assert large.grad_finite
+    assert all(record.outputs for record in recorder.records)
