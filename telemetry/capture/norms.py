@@ -126,6 +126,7 @@ class GradientReader:
         self._indices: NDArray[np.intp] = np.arange(0)
         self.held: set[int] = set()
         self._identities = b""
+        self._row, self._address = np.empty(0), 0  # of rates and norms, which the call fills
         self._is_refused = False
         self._since_check = 0  # steps since the call stack was searched for a scaler
 
@@ -164,17 +165,20 @@ class GradientReader:
         if getattr(optimizer, "grad_scale", None) is not None or in_function_mode():
             return None
         groups = optimizer.param_groups
-        row = np.full(len(groups) + len(self._indices), _ABSENT)
-        address = row.ctypes.data
-        square = _native.take_norms(groups, self._identities, Tensor, TENSORS, address)
+        size = len(groups) + len(self._indices)
+        if len(self._row) != size:
+            self._row = np.empty(size)
+            self._address = self._row.ctypes.data
+        self._row.fill(_ABSENT)
+        square = _native.take_norms(groups, self._identities, Tensor, TENSORS, self._address)
         self._since_check = (self._since_check + 1) % _SCALER_CHECK_STEPS
         if square == -1.0:
             self.stop()
             self._is_refused = True
         if not 0 <= square < math.inf:
             return None
-        norms = Norms(self._indices, row[len(groups) :], square)
-        return row[: len(groups)].tolist(), norms
+        norms = Norms(self._indices, self._row[len(groups) :].copy(), square)
+        return self._row[: len(groups)].tolist(), norms
 
 
 # --- updates --------------------------------------------------------------------------------------
