@@ -109,6 +109,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def unscales_itself(optimizer: Optimizer | None) -> bool:
+    """Whether an optimizer divides the gradients by a ``GradScaler``'s factor, as fused ones do."""
+    return getattr(optimizer, "grad_scale", None) is not None
+
+
 class GradientReader:
     """Reads the gradients that the only optimizer is about to use, by one call of the C extension.
 
@@ -162,7 +167,7 @@ class GradientReader:
         # gradients unscaled, unless the optimizer is to divide by its factor.
         if self._since_check == 0 and calling_scaler() is not None:
             return None
-        if getattr(optimizer, "grad_scale", None) is not None or in_function_mode():
+        if unscales_itself(optimizer) or in_function_mode():
             return None
         groups = optimizer.param_groups
         size = len(groups) + len(self._indices)

@@ -23,7 +23,7 @@ from telemetry.capture.context import Context, guarded
 from telemetry.capture.copies import Copies
 from telemetry.capture.forward import ForwardPasses
 from telemetry.capture.hooks import ForwardHook
-from telemetry.capture.norms import OVERFLOW, Norms, Updates, take_norms
+from telemetry.capture.norms import OVERFLOW, Norms, Updates, take_norms, unscales_itself
 from telemetry.capture.observations import Kind, Observations
 from telemetry.capture.optimizers import Turns
 from telemetry.capture.parameters import Indexed
@@ -142,10 +142,8 @@ class Step:
         self._stepped.add(id(optimizer))
         self.held = self.held.union([i for i, _ in parameters])
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
-        # A fused optimizer divides by this itself.
-        scaled = getattr(optimizer, "grad_scale", None) is not None
         norms = take_norms(grads)
-        self._norms += [(group, scaled) for group in norms]
+        self._norms += [(group, unscales_itself(optimizer)) for group in norms]
         self._square += sum([group.square for group in norms])
         if (ranks := self._context.ranks) is not None:
             self.notes = RankNotes() if self.notes is _NO_NOTES else self.notes
@@ -263,7 +261,7 @@ class FullStep(Step):
 
     def __init__(self, context: Context, turns: Turns, phase: str = "") -> None:
         super().__init__(context, turns)
-        self.phase, self.notes = phase, RankNotes()
+        self.phase = phase
         self.ran: set[object] = set()
         self.unchanged = False
         self._copies, self._observations = Copies(), Observations(self.guard.failures)
@@ -338,8 +336,7 @@ class FullStep(Step):
         reached[[i for i, p in every if p.requires_grad and p.grad is not None]] = True
         held[[i for i, _ in parameters]] = True
         if content.gradients:
-            scaled = getattr(optimizer, "grad_scale", None) is not None
-            self._observe("grads", grads, scaled=scaled)
+            self._observe("grads", grads, scaled=unscales_itself(optimizer))
         if content.weights:
             self._observe("weights", weights)
         if content.images:
