@@ -41,8 +41,6 @@ _STEP_BYTES = 1024  # of the objects of a step
 _FULL_STEP_BYTES = 5120  # of the other ones of a full step
 _NORM_BYTES = 16  # of a norm and the index of its parameter
 
-_NO_NOTES = RankNotes()  # all shards are whole tensors, or plain parameters
-
 
 class Step:
     """Gradient norms and learning rates of one training step.
@@ -69,7 +67,7 @@ class Step:
         self.parameters: tuple[Parameter, ...] = ()
         self.held: set[int] = set()
         self.laps: Laps | None = None
-        self.notes = _NO_NOTES
+        self.notes = RankNotes()
         self._context, self._turns = context, turns
         self._stepped: set[int] = set()  # identities of optimizers
         # Norms that each optimizer used at its first step, and whether they have a scaler's factor
@@ -146,7 +144,6 @@ class Step:
         self._norms += [(group, unscales_itself(optimizer)) for group in norms]
         self._square += sum([group.square for group in norms])
         if (ranks := self._context.ranks) is not None:
-            self.notes = RankNotes() if self.notes is _NO_NOTES else self.notes
             ranks.note_grads(self.notes, grads)
         if self.full or not math.isfinite(self._square):
             self._check(parameters)
