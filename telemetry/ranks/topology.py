@@ -124,7 +124,7 @@ def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 @dataclass(kw_only=True, eq=False)
 class RankNotes:
-    """Local shards of one step, by output or by index of the parameter; norms for merging."""
+    """Local shards of one step, by output or by index of the parameter; values for merging."""
 
     outputs: dict[str | Output, LocalShard] = field(default_factory=dict)  # and inputs, by name
     output_grads: dict[Output, LocalShard] = field(default_factory=dict)
@@ -135,8 +135,6 @@ class RankNotes:
     # elements' bits read as whole numbers, modulo 2**64, int64 [k]. These do not depend on the
     # order of addition, so they are equal on different hardware, too.
     bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
-    # Norms of the gradients at the end of the backward pass, ``[parameters]``; None: unknown.
-    before_clipping: NDArray[np.float64] | None = None
     # Index of each updated parameter, norms of its update and of itself before, and their ratio.
     moved: list[tuple[int, float, float, float]] = field(default_factory=list)
 

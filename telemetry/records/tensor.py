@@ -158,9 +158,6 @@ class Tensors(Mapping[Name, TensorRecord]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionHeads:
