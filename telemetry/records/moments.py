@@ -13,7 +13,6 @@ from math import nan
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 # Fields of a sketch, by the reduction that merges two tensors.
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")

@@ -22,8 +22,7 @@ Number = TypeVar("Number")
 
 def _moment(formula: Callable[[Any], Any], kind: Callable[[Any], Number]) -> Number:
     """Return a property with the value of a formula of :mod:`telemetry.records.moments`."""
-    value = property(lambda sketch: kind(formula(sketch)), doc=formula.__doc__)
-    return cast("Number", value)
+    return cast("Number", property(lambda sketch: kind(formula(sketch)), doc=formula.__doc__))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
