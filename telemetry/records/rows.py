@@ -232,11 +232,15 @@ class Rows:
         sizes = counts[starts]
         sizes = np.where(np.maximum.reduceat(counts, starts) == sizes, sizes, 0)
         sizes = np.where(np.minimum.reduceat(counts, starts) == sizes, sizes, 0)
-        units, some = np.tile(NO_VALUES, (sizes.sum(), 1)), np.flatnonzero(sizes[groups])
-        into = _places(np.cumsum(sizes), sizes, groups[some])
-        given = self.units[_places(self._unit_ends, self.unit_count, order[some])]
-        np.minimum.at(units[:, 0], into, given[:, 0])
-        np.maximum.at(units[:, 1], into, given[:, 1])
+        ends, some = np.cumsum(sizes), np.flatnonzero(sizes[groups])
+        units = np.tile(NO_VALUES, (sizes.sum(), 1))
+        turns = (np.arange(len(order)) - starts[groups])[some]
+        for turn in range(turns.max(initial=-1) + 1):  # the first row of each group, the second ...
+            rows = some[turns == turn]
+            into = _places(ends, sizes, groups[rows])
+            given = self.units[_places(self._unit_ends, self.unit_count, order[rows])]
+            units[into, 0] = np.minimum(units[into, 0], given[:, 0])
+            units[into, 1] = np.maximum(units[into, 1], given[:, 1])
         return sizes, units
 
     def scaled(self, factors: NDArray[np.float64]) -> Rows:
