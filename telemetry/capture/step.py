@@ -423,9 +423,6 @@ class FullStep(Step):
         record.update_ratios = {names[index]: ratio for index, _, _, ratio in self.notes.moved}
         for name, value in self._copies.fields(self.guard.failures).items():
             setattr(record, name, value)
-        before = record.total_grad_norm_before_clipping
-        after = float(np.linalg.norm(record.grad_norms))
-        record.clipped_fraction = self._context.clipped_fraction.after(before, after)
         return record
 
     def _group_of_each(self, count: int) -> NDArray[np.int64]:

@@ -95,10 +95,10 @@ def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
         raise ValueError("it does not hold units")
     pairs = np.frombuffer(content, "<u4").reshape(2, -1).T.astype(np.int64)
     heads, runs, kept = np.split(pairs[1:], [pairs[0, 0], pairs[0].sum()])
-    found = np.flatnonzero(heads[:, 0] == module)
-    if not len(found):
+    layer = np.flatnonzero(heads[:, 0] == module)
+    if not len(layer):
         return None
-    size, end = heads[found[0], 1], heads[: found[0] + 1, 1].sum()
+    size, end = heads[layer[0], 1], heads[: layer[0] + 1, 1].sum()
     if size > _MOST_UNITS:
         raise ValueError(f"a layer has {size} units")
     units = np.tile(NO_VALUES, (size, 1))

@@ -22,7 +22,7 @@ from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
 from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
-from telemetry.records.step import NO_LAYOUT, InputRows
+from telemetry.records.step import NO_LAYOUT, ClippedFraction, InputRows
 from telemetry.rule import Rule
 from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
@@ -100,7 +100,7 @@ class Processor:
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
         self._last_step = 0
-        self._input_rows = InputRows()
+        self._input_rows, self._clipped_fraction = InputRows(), ClippedFraction()
         self._batches = run_log.batches
 
     def process(self, item: Item) -> None:
@@ -247,6 +247,7 @@ class Processor:
 
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
+        record.clipped_fraction = self._clipped_fraction.after(record)
         written = self._input_rows.added(record.recorded())
         with self._failures.contained("to write the run log"):
             self._log.step(written)  # before its alerts, which need the random state

@@ -37,7 +37,7 @@ from telemetry.records import (
 from telemetry.records.moments import nonfinite_of, norm_of, rms_of
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import sketch_array
-from telemetry.records.step import NO_LAYOUT, OF_PARAMETERS, REDUCTIONS, By, ClippedFraction
+from telemetry.records.step import NO_LAYOUT, OF_PARAMETERS, REDUCTIONS, By
 from telemetry.records.tensor import TensorRecord, Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
@@ -179,7 +179,6 @@ class MergedRecords:
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, str], Layout] = {}  # by stage and id
         self._joined = JoinedLayouts({})
-        self._clipped_fraction = ClippedFraction()
 
     def record(self, merged: MergedStep) -> StepRecord:
         """Return the record of a step; it has no layout if the step did not end on any rank."""
@@ -191,10 +190,7 @@ class MergedRecords:
         layouts = {key: self._layouts[key] for key in keys if key in self._layouts}
         if layouts.keys() != self._joined.positions.keys():
             self._joined = JoinedLayouts(layouts)
-        record = _Merge(merged, self._joined).record()
-        before, norm = record.total_grad_norm_before_clipping, record.total_grad_norm
-        record.clipped_fraction = self._clipped_fraction.after(before, norm)
-        return record
+        return _Merge(merged, self._joined).record()
 
 
 class JoinedLayouts:
@@ -401,10 +397,10 @@ def differing(checks: Integers, parameters: Sequence[Parameter]) -> tuple[Diverg
     counts = np.diff(starts, append=checks.shape[1])
     firsts = zip(checks[:, starts].T.tolist(), counts, strict=True)
     sums = by_key(sorted, [{(i, shard): (-count, rank)} for (i, shard, _, rank), count in firsts])
-    found: dict[int, Divergence] = {}
+    diverged: dict[int, Divergence] = {}
     for (index, shard), ((_, right), *wrong) in sums.items():
         if wrong:
             rank, name = min(rank for _, rank in wrong), parameters[index].name
             new = Divergence(parameter=name, rank=rank, other=right, declared=shard >= 0)
-            found[index] = min(found.get(index, new), new, key=attrgetter("rank"))
-    return tuple(found.values())
+            diverged[index] = min(diverged.get(index, new), new, key=attrgetter("rank"))
+    return tuple(diverged.values())

@@ -239,10 +239,10 @@ class RankRecords:
 
 def _nonfinite(record: StepRecord) -> str:
     """Return the first NaN or infinity, or an empty string."""
-    found = [f"the parameter {name}" for name in record.nonfinite_parameters]
-    found += [f"the output of {output}" for output in bad_among(record.outputs)]
-    found += ["the loss"] * (record.loss is not None and not math.isfinite(record.loss))
-    return next(iter(found), "")
+    places = [f"the parameter {name}" for name in record.nonfinite_parameters]
+    places += [f"the output of {output}" for output in bad_among(record.outputs)]
+    places += ["the loss"] * (record.loss is not None and not math.isfinite(record.loss))
+    return next(iter(places), "")
 
 
 def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> TensorTable | None:

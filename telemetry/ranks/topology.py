@@ -179,13 +179,13 @@ class RankObserver:
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         specs = filter(None, map(spec_of, model.parameters()))
         self._meshes |= dict.fromkeys([spec.mesh for spec in specs])
-        found: dict[str, tuple[int, int]] = {}
+        of_equal_data: dict[str, tuple[int, int]] = {}
         for mesh in self._meshes:
             names = mesh.mesh_dim_names or (() if of_fsdp else ("",) * mesh.ndim)
             for name, axis in zip(names, _axes(mesh), strict=False):
                 if name not in data_names and not name.startswith(_OF_DATA):
-                    found[name] = axis
-        copy, copies = _flat(found.values())
+                    of_equal_data[name] = axis
+        copy, copies = _flat(of_equal_data.values())
         self.same_data = LocalShard(copy=copy, copies=copies)
 
     def of_parameter(self, tensor: Any, index: int) -> LocalShard:
@@ -271,13 +271,13 @@ class RankObserver:
         """
         node: Any = tensor.grad_fn
         if is_dtensor(tensor):
-            found = self._outputs[output] = placed(spec_of(tensor))
+            position = self._outputs[output] = placed(spec_of(tensor))
         elif node is not None:
-            found = self._outputs[output] = node.metadata[_NOTE] = _origin(node, self.same_data)
+            position = self._outputs[output] = node.metadata[_NOTE] = _origin(node, self.same_data)
         else:
-            found = self._outputs.get(output, self.same_data)
+            position = self._outputs.get(output, self.same_data)
         axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
-        shard = notes.outputs[output] = found.numbered(output, axis=axis)
+        shard = notes.outputs[output] = position.numbered(output, axis=axis)
         return shard.counts
 
     def takes_output_grad(self, notes: RankNotes, output: Output, grad: Tensor) -> bool:

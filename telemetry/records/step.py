@@ -543,13 +543,13 @@ class ClippedFraction:
     def __init__(self) -> None:
         self._full = self._clipped = 0
 
-    def after(self, before: float | None, norm: float) -> float | None:
-        """Add a step with the norm ``before`` and after clipping; return the share, or None."""
-        if before is None:
+    def after(self, record: StepRecord) -> float | None:
+        """Add a step; return the share, None if its norm before clipping is unknown."""
+        if (before := record.total_grad_norm_before_clipping) is None:
             return None
         self._full += 1
         # Clipping scales by at most 1, so less than a thousandth is rounding.
-        self._clipped += norm < before * (1 - 1e-3)
+        self._clipped += record.total_grad_norm < before * (1 - 1e-3)
         return self._clipped / self._full
 
 
