@@ -143,7 +143,7 @@ class Processor:
             "rules": self._judge.state_dict(),
             "schedule": self._schedule.state_dict(),
             "logged": dict(self._scalars.get(step, {})),
-            "loss": self._loss.state_dict(),
+            "loss": self._loss.tag,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
@@ -156,7 +156,7 @@ class Processor:
         with self._failures.contained("to write the scalars of a checkpoint"):
             self._write_logged(step, time.time(), self.ranks.logged(self._scalars.get(step, {})))
         self._batches.clear()
-        self._loss.load_state_dict(state.get("loss"))
+        self._loss.restore(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
         self._schedule.load_state_dict(state.get("schedule"), step)
         return self._judge.load_state_dict(state.get("rules")) if self.ranks.records else []
