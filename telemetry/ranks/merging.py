@@ -264,7 +264,7 @@ class _Merge:
         broken = frozenset(record.nonfinite_parameters)
         record.nonfinite_parameters = tuple([name for name in names if name in broken])
         sums = self._sum_addends(record.grad_norms, record.grad_norms_before_clipping)
-        tensors = self._tensors(sums if self._step.measured else {})
+        tensors = self._tensors(sums)
         if (updates := tensors.pop("updates", None)) is not None:
             record.update_ratios = _update_ratios(updates, tensors["weights"])
         for kind, some in tensors.items():
@@ -323,10 +323,10 @@ class _Merge:
 
     def _tensors(self, sums: Mapping[int, Floats]) -> dict[str, Tensors[Any]]:
         """Return the measured tensors by kind, in the order of the layout."""
+        if not self._step.tables:  # as at most steps
+            return {}
         layout, last = self._joined.layout, len(self._joined.layout.modules)
-        tensors: Tensors[TensorKey] = Tensors((), Rows.of(()))
-        if self._step.tables:
-            tensors = with_whole_units(merge_tensors(self._step.tables))
+        tensors = with_whole_units(merge_tensors(self._step.tables))
         places: defaultdict[str, dict[Any, int]] = defaultdict(dict)
         for at, key in enumerate(tensors):
             if (name := self._joined.key_of(key)) is not None:
