@@ -4,13 +4,12 @@
 import { clamp } from "./format.js";
 import { columnAt } from "./field.js";
 import { groupsAtDepth, rowOfLayer } from "./rows.js";
-import { EVERYTHING, keyOfAlert } from "./state.js";
+import { keyOfAlert } from "./state.js";
 import { aroundStep, limit, reveal, scaleView } from "./view.js";
-
 
 export const zoomTo = (page, view) => page.update({ zoom: limit(view, page.whole()) });
 
-export const unzoom = (page) => page.update({ zoom: EVERYTHING });
+export const unzoom = (page) => page.update({ zoom: null });
 
 /** Lists the runs, also new ones, to choose `run` or `other`, the one to compare with. */
 export function listRuns(page, table, filter = page.state.filter) {
@@ -22,10 +21,9 @@ export function listRuns(page, table, filter = page.state.filter) {
 /** Selects a cell, and shows it; the drawer opens. */
 export function select(page, name, step) {
   const row = rowOfLayer(page.rows(page.current), page.current.indexOf(name));
-  const view = page.zoom && reveal(page.view(), step, row, page.whole());
+  const view = page.state.zoom && reveal(page.view(), step, row, page.whole());
   const zoom = view && limit(view, page.whole());
   page.update({ layer: name, step, side: true, ...(zoom ? { zoom } : {}) });
-  page.announceSelection();
 }
 
 /** Selects what was clicked in the picture of a run, at the selected step or the last one without another. */
@@ -46,7 +44,6 @@ export function close(page) {
   const { layer, alert, onsets, side } = page.state;
   if (layer === null && !alert && onsets === null && !side) return unzoom(page);
   page.update({ layer: null, step: null, alert: "", onsets: null, side: false });
-  page.announced = "";
   page.focusPicture();
 }
 
@@ -95,7 +92,6 @@ export function chooseAlert(page, alert) {
   }
   select(page, layer ? layer.name : page.state.layer, alert.step);
   goTo(page, alert.step);
-  page.announceSelection(alert);
   page.scrollToTop();
 }
 

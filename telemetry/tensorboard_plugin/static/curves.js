@@ -4,7 +4,7 @@ import { clip, drawFrame, drawTicks, line, prepare, rowAt, setText, yOf } from "
 import { axisOf, drawChart, isLog, readCurve, styleOf } from "./chart.js";
 import { aligned, columnAt, curveAt } from "./field.js";
 import { clamp, formatNumber, formatStep } from "./format.js";
-import { AXIS_HEIGHT, TOP } from "./heatmap.js";
+import { AXIS_HEIGHT, heightOf, TOP } from "./heatmap.js";
 import { rowsByLayer } from "./rows.js";
 import { INFINITE_COLORS, NAN_COLORS, placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 
@@ -140,8 +140,8 @@ export function profileWidth(width) {
 }
 
 /** @returns {Object|null} the plot of a run at a step; see `contentsOf` and `Plot` */
-export function drawProfile(canvas, shown, width, step) {
-  const { panel, field, rowValues, ranges: { low, high }, scale, rows, view, theme, height } = shown;
+export function drawProfile(canvas, shown, step) {
+  const { rightOf: width, panel, field, rowValues, ranges: { low, high }, scale, rows, view, theme, height } = shown;
   const context = prepare(canvas, width, height);
   const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
   const column = Math.max(columnAt(field.steps, step), 0);
@@ -151,8 +151,6 @@ export function drawProfile(canvas, shown, width, step) {
   const xOf = (value) => box.x + placeOf(scale, value) * box.width;
   const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
   const valueOf = (row) => rowValues[column * rows.length + row];
-  const theirs = shown.compared && shown.mode !== "run" ? valuesOf(shown.compared, step) : null;
-  const otherOf = (row) => theirs.get(rows[row].label) ?? -1;
   clip(context, 0, box.y - 1, width, box.height + 2);
   context.fillStyle = theme.missing;
   for (const row of visible) {
@@ -164,12 +162,8 @@ export function drawProfile(canvas, shown, width, step) {
   for (const value of usualOf(shown.statistic, scale)) {
     line(context, xOf(value), box.y, xOf(value), box.y + box.height, [5, 3]);
   }
-  const drawLine = (color, dash, of) => {
-    const points = visible.map((row) => [yOf(box, view, row + 0.5), of(row)]);
-    drawPoints(context, box, color, dash, points, xOf, rowHeight);
-  };
-  if (theirs) drawLine(theme.curves[1], [3, 3], otherOf);
-  drawLine(theme.curves[0], [], valueOf);
+  const points = visible.map((row) => [yOf(box, view, row + 0.5), valueOf(row)]);
+  drawPoints(context, box, theme.curves[0], points, xOf, rowHeight);
   context.restore();
   const read = (_, y) => {
     const row = rowAt(box, view, y);
@@ -177,28 +171,20 @@ export function drawProfile(canvas, shown, width, step) {
     const text = (value) => (value >= 0 || value !== value ? scaleText(scale, value) : "–");
     const lines = [
       { label: `step ${formatStep(field.steps[column])}`, text: text(valueOf(row)) },
-      ...(theirs ? [{ label: "the other run", text: text(otherOf(row)) }] : []),
       { label: "5 % of its values are below", text: text(low[row]) },
       { label: "95 % of its values are below", text: text(high[row]) },
     ];
     const { label, layers: [layer] } = rows[row];
     return { step: field.steps[column], layer: panel.overview.layers[layer].name, title: label, lines };
   };
-  return { box, read };
-}
-
-/** What another run has at a step, by the rows' names. */
-function valuesOf({ field, rowValues, rows }, step) {
-  const column = columnAt(field.steps, step);
-  return new Map(rows.map(({ label }, row) => [label, rowValues[column * rows.length + row]]));
+  return { box, read, yOf: (layer) => heightOf({ ...shown, box }, layer) };
 }
 
 /** A line through the values, and marks at the right for those that are none. */
-function drawPoints(context, box, color, dash, points, xOf, rowHeight) {
+function drawPoints(context, box, color, points, xOf, rowHeight) {
   const isNumber = (value) => value >= 0 && value < Infinity;
   context.strokeStyle = color;
   context.lineWidth = 1.5;
-  context.setLineDash(dash);
   context.beginPath();
   let pen = false;
   for (const [y, value] of points) {
@@ -206,7 +192,6 @@ function drawPoints(context, box, color, dash, points, xOf, rowHeight) {
     pen = isNumber(value) || (pen && value < 0); // a layer without the statistic is passed over
   }
   context.stroke();
-  context.setLineDash([]);
   const size = clamp(rowHeight / 3, 1, 3);
   for (const [y, value] of points) {
     if (value < 0 || (isNumber(value) && rowHeight < 5)) continue;

@@ -32,7 +32,7 @@ export function usePointed() {
 addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
 
 /** Moves a line of the crosshair to a place in pixels; hides it without one. */
-export function moveHair(hair, place) {
+function moveHair(hair, place) {
   hair.hidden = !place;
   for (const [side, pixels] of Object.entries(place || {})) hair.style[side] = `${pixels}px`;
 }
@@ -45,32 +45,27 @@ export function useAnswer(page, ...question) {
 }
 
 /**
- * A canvas with the crosshair's line above it.
+ * A canvas with the crosshair above it.
  * @param {Object} props attributes of the canvas, and
  *   `draw(canvas, width)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its
- *   steps if it is over steps, and `read(step, y, x)`: what is at a place, for `point`; `width`: that of
- *   its place;
+ *   steps if it is over steps, `read(step, y, x)`: what is at a place, for `point`, and the `cursor` there;
+ *   `yOf(layer)`: the height of a layer's row; `isWide`: whether it reads beside the box, too;
+ *   `width`: that of its place;
  *   `onPick(found)`: called upon a click, with what is there
  */
 export function Plot({ draw, onPick, ...attributes }) {
-  const [place, canvas, hair, plot] = [useRef(), useRef(), useRef(), useRef(null)];
-  const step = usePointed()?.step ?? null;
-  useLayoutEffect(() => {
-    plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
-    canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
-  }, [draw]);
-  useLayoutEffect(() => {
-    const { box, view } = plot.current ?? {};
-    const isIn = view && step !== null && step >= view.step0 && step <= view.step1;
-    moveHair(hair.current, isIn && { left: xOf(box, view, step), top: box.y, height: box.height });
-  });
+  const [place, canvas, stepHair, rowHair] = [useRef(), useRef(), useRef(), useRef()];
+  const [plot, pointer] = [useRef(null), useRef(null)];
+  const at = usePointed();
   const found = ({ offsetX: x, offsetY: y }) => {
-    const { box, view, read } = plot.current ?? {};
-    if (!read || !isInside({ ...box, y: 0, height: box.y + box.height }, x, y)) return null;
+    const { box, view, read, isWide } = plot.current ?? {};
+    if (!read || !(isWide || isInside({ ...box, y: 0, height: box.y + box.height }, x, y))) return null;
     return read(view ? Math.floor(stepAt(box, view, x)) : null, y, x);
   };
   const onpointermove = (event) => {
+    pointer.current = event;
     const said = found(event);
+    canvas.current.style.cursor = said?.cursor ?? "";
     point(said && { ...said, x: event.clientX, y: event.clientY });
   };
   const onpointerleave = () => point(null);
@@ -78,9 +73,23 @@ export function Plot({ draw, onPick, ...attributes }) {
     const picked = found(event);
     if (picked) onPick?.(picked);
   };
+  useLayoutEffect(() => {
+    plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
+    canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
+    if (pointer.current) onpointermove(pointer.current); // it is over something else now
+  }, [draw]);
+  useLayoutEffect(() => {
+    if (!at) pointer.current = null; // such as after scrolling
+    const { box, view, yOf } = plot.current ?? {};
+    const step = at?.step ?? -1;
+    const isIn = view && step >= view.step0 && step <= view.step1;
+    moveHair(stepHair.current, isIn && { left: xOf(box, view, step), top: box.y, height: box.height });
+    const top = yOf?.(at?.layer) ?? null;
+    moveHair(rowHair.current, top !== null && { left: box.x, top, width: box.width });
+  });
   return html`<div class="plot" ref=${place}>
     <canvas ref=${canvas} ...${{ role: "img", ...attributes, onpointermove, onpointerleave, onclick }} />
-    <i class="hair" ref=${hair} />
+    <i class="hair" ref=${stepHair} /><i class="hair row" ref=${rowHair} />
   </div>`;
 }
 

@@ -3,7 +3,7 @@
 import { drawChart, isLog, styleOf } from "./chart.js";
 import { aligned } from "./field.js";
 import { CurveLegend, DropDown, Plot, useAnswer, usePointed } from "./parts.js";
-import { html, useRef, useState } from "./preact.js";
+import { html, useMemo, useRef, useState } from "./preact.js";
 
 const MOST = 20; // distinguishable curves
 const AT_ONCE = 20; // runs that are read
@@ -52,10 +52,13 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
 
 function Chart({ curves, theme, title }) {
   const hovered = usePointed()?.run;
-  const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
-  const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
-  const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
-  return html`<${Plot} draw=${(canvas, width) => drawChart(canvas, { ...options, width })} aria-label=${title} />`;
+  const draw = useMemo(() => {
+    const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
+    const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
+    const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
+    return (canvas, width) => drawChart(canvas, { ...options, width });
+  }, [curves, hovered]);
+  return html`<${Plot} draw=${draw} aria-label=${title} />`;
 }
 
 /** A number for each name: the one that it has, or the lowest free one. */

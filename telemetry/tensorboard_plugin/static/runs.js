@@ -1,7 +1,7 @@
 // The dialog that lists all runs: filters, columns, and which runs are drawn together.
 
 import { capital, faultText, formatNumber, formatStep } from "./format.js";
-import { axesOf, isWithin, Parallel } from "./parallel.js";
+import { Parallel } from "./parallel.js";
 import { Dialog, DropDown, point, usePointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { RunCurves } from "./run_curves.js";
@@ -14,7 +14,6 @@ export function RunTable({ page }) {
   const { table: which, filter, checked: picked, columns: choices } = page.state;
   const [order, setOrder] = useState({ by: "Started", isReversed: false });
   const [wanted, setObjective] = useState(null); // the default: a validation metric, else the best loss
-  const [ranges, setRanges] = useState(new Map());
   const [search, scroll] = [useRef(), useRef()];
   useLayoutEffect(() => search.current.focus(), []);
   const { runs } = page;
@@ -26,16 +25,16 @@ export function RunTable({ page }) {
     objectives.find(({ title }) => title === "Best loss") ??
     objectives[0];
   const offered = which === "run" ? runs : runs.filter(({ name }) => name !== page.state.run);
-  const matching = offered.filter(matcher(filter, columns));
+  const accepts = matcher(filter, columns);
+  const matching = offered.filter(accepts);
   const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
   const isShown = (column) =>
     choices.has(`+${column.title}`) || (!choices.has(`-${column.title}`) && !column.isHidden && isFilled(column));
   const visible = columns.filter(isShown);
   const measures = visible.filter((column) => objectives.includes(column) && column !== objective);
   const hparams = visible.filter(({ group }) => group === "hparam");
-  const axes = axesOf([...hparams, ...measures, ...(objective ? [objective] : [])], matching);
-  const within = matching.filter((run) => isWithin(run, axes, ranges));
-  const shown = sorted(columns, within, order);
+  const axes = [...hparams, ...measures, ...(objective ? [objective] : [])];
+  const shown = sorted(columns, matching, order);
   const drawn = runs.filter(({ name }) => picked.has(name));
   const checked = drawn.map(({ name }) => name);
 
@@ -53,9 +52,9 @@ export function RunTable({ page }) {
     event.preventDefault(); // else it also presses the button that gets the focus back
     choose(shown[0]);
   };
-  const brush = (changed) => {
+  const brush = (...range) => {
     scroll.current.style.minHeight = `${scroll.current.getBoundingClientRect().height}px`; // else a shorter table moves the chart
-    setRanges(changed);
+    page.update({ filter: withRange(filter, ...range) });
   };
   const { length } = offered;
   const count = shown.length === length ? `${length} run${length === 1 ? "" : "s"}` : `${shown.length || "none"} of ${length} runs`;
@@ -78,13 +77,13 @@ export function RunTable({ page }) {
     </header>
     <div class="runs-scroll" tabindex="0" role="region" aria-label="Runs" ref=${scroll}>
       <${Table} page=${page} runs=${shown} columns=${visible} order=${order} onSort=${setOrder} onChoose=${choose}>
-        ${objective && html`<${Correlations} ...${{ visible, within, objective, objectives }} onChoose=${setObjective} />`}
+        ${objective && html`<${Correlations} ...${{ visible, runs: shown, objective, objectives }} onChoose=${setObjective} />`}
       <//>
     </div>
     <${RowMark} scroll=${scroll} />
     <${RunCurves} page=${page} runs=${drawn.length ? drawn : shown} isOpen=${drawn.length > 0} />
-    ${axes.length > 1 && matching.length > 1 &&
-    html`<${Parallel} ...${{ runs: matching, axes, ranges, theme: page.theme }} onBrush=${brush} />`}
+    ${axes.length > 1 && length > 1 &&
+    html`<${Parallel} ...${{ runs: offered, columns: axes, accepts, theme: page.theme }} onBrush=${brush} />`}
   <//>`;
 }
 
@@ -126,9 +125,9 @@ function RowMark({ scroll }) {
 }
 
 /** One number per column: how its ranks go with those of the objective. */
-function Correlations({ visible, within, objective, objectives, onChoose }) {
+function Correlations({ visible, runs, objective, objectives, onChoose }) {
   const values = visible.map((column) =>
-    column.isNumber && column.group && column !== objective ? rankCorrelation(within, column, objective) : null,
+    column.isNumber && column.group && column !== objective ? rankCorrelation(runs, column, objective) : null,
   );
   if (values.every((value) => value === null)) return null;
   const cell = (value) => {
@@ -222,8 +221,17 @@ export function matcher(text, columns) {
   return (run) => tests.every((test) => test(run));
 }
 
-function nameOf(title) {
-  return title.toLowerCase().replaceAll(" ", "_");
+/** A title or value as a filter has it, without spaces. */
+function nameOf(text) {
+  return String(text).toLowerCase().replaceAll(" ", "_");
+}
+
+/** A filter with another range of a column; ends that are undefined are open. */
+function withRange(filter, title, low, high) {
+  const isEnd = (term) => [`${nameOf(title)}>=`, `${nameOf(title)}<=`].some((start) => nameOf(term).startsWith(start));
+  const others = filter.split(/\s+/).filter((term) => term && !isEnd(term));
+  const ends = [[">=", low], ["<=", high]].filter(([, value]) => value !== undefined);
+  return [...others, ...ends.map(([operator, value]) => nameOf(title) + operator + nameOf(value))].join(" ");
 }
 
 function compare(value, operator, wanted) {
@@ -231,12 +239,11 @@ function compare(value, operator, wanted) {
   if (wanted === "") return true; // still being typed
   const [a, b] = [value, wanted].map(Number);
   const areNumbers = typeof value === "number" && !Number.isNaN(b);
-  const isSame = areNumbers
-    ? a === b || Math.abs(a - b) <= TOLERANCE * Math.max(Math.abs(a), Math.abs(b))
-    : String(value).toLowerCase() === wanted.toLowerCase();
-  if (operator === "=" || operator === "!=") return isSame === (operator === "=");
-  if (isSame) return operator.endsWith("=");
-  return areNumbers && (operator.startsWith("<") ? a < b : a > b);
+  const isNear = Math.abs(a - b) <= TOLERANCE * Math.max(Math.abs(a), Math.abs(b));
+  const order = areNumbers ? (isNear ? 0 : a - b) : collator.compare(nameOf(value), nameOf(wanted));
+  if (operator === "!=") return order !== 0;
+  if (order === 0) return operator.endsWith("=");
+  return operator !== "=" && operator.startsWith("<") === order < 0;
 }
 
 function searched(run) {

@@ -4,19 +4,18 @@ import { foldAt, listRuns, selectOnlyRow, unzoom } from "./actions.js";
 import { drawAt } from "./canvas.js";
 import { isThinned, rowOf } from "./field.js";
 import { formatStep } from "./format.js";
-import { copyLink, writeLink } from "./host.js";
 import { contentsOf } from "./panel.js";
 import { DropDown } from "./parts.js";
-import { html, useState } from "./preact.js";
+import { html } from "./preact.js";
 import { deepest, groupsAtDepth } from "./rows.js";
 import { MODES } from "./scale.js";
-import { toLink } from "./state.js";
 
 const ORDER = [["depth", "by depth"], ["role", "by role"]];
 
 /** Controls of the class `rare` are hidden in a narrow window, unless it is `full`. */
 export function Toolbar({ page }) {
-  const { state, runs, zoom } = page;
+  const { state, runs } = page;
+  const { zoom } = state;
   const [panel] = page.panels;
   const statistics = panel.overview.statistics.map(({ name, title }) => [name, title]);
   const modes = Object.entries(MODES).filter(([mode]) => mode !== "run" || state.other);
@@ -47,22 +46,11 @@ export function Toolbar({ page }) {
     </label>
     <button class="reset" disabled=${!zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
     <button class="drawer-open" onclick=${() => page.update({ side: true })}>Alerts ${page.alerts.length}</button>
-    <${Linking} page=${page} />
     <${Saving} page=${page} />
     <${Live} page=${page} />
     <button class="more" aria-expanded=${String(state.full)}
       onclick=${() => page.update({ full: !state.full })}>More</button>
   `;
-}
-
-function Linking({ page }) {
-  const [said, setSaid] = useState("Link");
-  const onclick = async () => {
-    writeLink(toLink(page.state), false);
-    setSaid((await copyLink()) ? "Copied" : "See address");
-  };
-  return html`<button class="rare" title="Copy link to this view" aria-live="polite" onclick=${onclick}
-    onblur=${() => setSaid("Link")}>${said}</button>`;
 }
 
 function Saving({ page }) {

@@ -236,7 +236,7 @@ def test_enter_opens_the_only_matching_layer(page: TelemetryPage) -> None:
 
 def test_a_cell_outside_of_the_zoom_is_not_marked(page: TelemetryPage) -> None:
     def is_marked() -> bool:
-        left, top, width, height = map(int, plot_box(page.heatmap))
+        left, top, width, height = map(int, plot_box(page.locator("canvas.cells")))
         pixels = pixels_of(page.frame, "canvas.cells")[top : top + height, left : left + width]
         return bool(has_color(pixels, "#ffffff").any())
 
