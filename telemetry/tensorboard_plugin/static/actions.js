@@ -137,18 +137,18 @@ const FAR = 10;
 const SCROLLS = /^(Page|Arrow|Home|End)/;
 const SCROLLS_LIVE = /^Page/; // a report is long
 
-// What a key does, `by` one or with Shift ten; an array: in the run whose picture has the focus.
+// What a key does, `by` one or with Shift ten.
 const KEYS = {
-  ArrowLeft: [(page, by) => moveStep(page, -by)],
-  ArrowRight: [(page, by) => moveStep(page, by)],
-  ArrowUp: [(page, by) => moveLayer(page, -by)],
-  ArrowDown: [(page, by) => moveLayer(page, by)],
-  PageUp: [(page) => moveLayer(page, -FAR)],
-  PageDown: [(page) => moveLayer(page, FAR)],
-  Home: [(page) => moveStep(page, -Infinity)],
-  End: [(page) => moveStep(page, Infinity)],
-  f: [foldSelection],
-  w: [listOnsets],
+  ArrowLeft: (page, by) => moveStep(page, -by),
+  ArrowRight: (page, by) => moveStep(page, by),
+  ArrowUp: (page, by) => moveLayer(page, -by),
+  ArrowDown: (page, by) => moveLayer(page, by),
+  PageUp: (page) => moveLayer(page, -FAR),
+  PageDown: (page) => moveLayer(page, FAR),
+  Home: (page) => moveStep(page, -Infinity),
+  End: (page) => moveStep(page, Infinity),
+  f: foldSelection,
+  w: listOnsets,
   "+": (page) => zoomAtSelection(page, 0.5),
   "=": (page) => zoomAtSelection(page, 0.5),
   "-": (page) => zoomAtSelection(page, 2),
@@ -164,7 +164,7 @@ export const KEY_HELP =
   "Keys: arrows move (with Shift by ten), + and − zoom, 0 shows everything, n and p go to the next " +
   "and previous alert, f folds the group, / filters layers, r lists the runs, w lists the layers that changed first, Esc closes.";
 
-/** Listens everywhere but in fields and dialogs; to keys that scroll only in the picture. */
+/** Listens everywhere but in fields and dialogs; to keys that scroll only in the picture. They act on its run. */
 export function watchKeys(page) {
   const scrolling = page.source.isLive ? SCROLLS_LIVE : SCROLLS;
   document.addEventListener("keydown", (event) => {
@@ -173,10 +173,8 @@ export function watchKeys(page) {
     if (page.message || !page.panels.length || document.querySelector("dialog[open]")) return;
     if (target.closest("input, select") || (scrolling.test(key) && !target.closest(".heatmap"))) return;
     event.preventDefault();
-    const act = KEYS[key];
-    if (!Array.isArray(act)) return act(page);
     const { run } = target.closest(".panel")?.dataset ?? {};
     if (run !== undefined) page.update({ of: run === page.state.other });
-    act[0](page, event.shiftKey ? FAR : 1);
+    KEYS[key](page, event.shiftKey ? FAR : 1);
   });
 }

@@ -47,7 +47,7 @@ const MOST = 8;
 /** The layers that changed first around a step. */
 function Onsets({ page, step }) {
   const { name: run, round } = page.current;
-  const answer = useAnswer(page, `${run}\n${step}`, round, () => page.source.onsets(run, step));
+  const answer = useAnswer(`${run}\n${step}`, round, () => page.source.onsets(run, step));
   if (!answer || answer.isUnknown) return null;
   const onsets = answer.onsets?.filter(({ name }) => page.current.indexOf(name) >= 0) ?? [];
   const item = ({ name, step: at, factor }) => html`<li>

@@ -66,7 +66,7 @@ export function axisOf(statistic, scale) {
  *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
  *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `resumed` (steps at which
  *   the run was), `hasSteps` (whether there is an axis of steps), `isBare` (without axes),
- *   `second` (curves with a separate scale, dashed), `secondUsual` (values that it has)
+ *   `second` (curves with a separate scale, dashed)
  * @returns {Object} the plot; see `Plot`
  */
 export function drawChart(canvas, options) {
@@ -76,7 +76,7 @@ export function drawChart(canvas, options) {
   const [top, below] = [isBare ? 3 : 6, hasSteps ? 16 : 0];
   const box = { x: left, y: top, width: width - left - right, height: height - 2 * top - below };
   const scale = valueScale(options);
-  const secondScale = second.length && valueScale({ curves: second, view, usual: options.secondUsual });
+  const secondScale = second.length && valueScale({ curves: second, view });
   if (!isBare) drawValueAxis(context, theme, box, scale, format);
   if (secondScale && right > SECOND_AXIS) drawValueAxis(context, theme, box, secondScale, formatNumber, true);
   if (hasSteps) drawStepAxis(context, theme, box, view);

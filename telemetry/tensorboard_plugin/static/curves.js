@@ -1,17 +1,15 @@
-// Plots around the picture of a run: loss and learning rates, time and memory, some layers, the profile.
+// What is around the picture of a run: loss and learning rates, time and memory, some layers, the profile.
 
 import { clip, drawFrame, drawTicks, line, prepare, rowAt, setText, yOf } from "./canvas.js";
 import { axisOf, drawChart, isLog, readCurve, styleOf } from "./chart.js";
-import { aligned, columnAt, curveAt } from "./field.js";
+import { columnAt, curveAt } from "./field.js";
 import { clamp, formatNumber, formatStep } from "./format.js";
 import { AXIS_HEIGHT, heightOf, TOP } from "./heatmap.js";
 import { rowsByLayer } from "./rows.js";
 import { INFINITE_COLORS, NAN_COLORS, placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const STRIP_HEIGHT = 72;
-const COSTS_HEIGHT = 58;
 const GIB = 2 ** 30;
-const percent = (share) => `${Math.round(100 * share)} %`;
 
 /** The legend of loss and learning rates, in a ratio of two runs also of the other's loss, and what draws them; or null. */
 export function stripOf(shown) {
@@ -28,7 +26,10 @@ export function stripOf(shown) {
   const [loss, rates] = [known.filter(({ isStepped }) => !isStepped), known.filter(({ isStepped }) => isStepped)];
   const [curves, second, fit] = loss.length ? [loss, rates, losses] : [rates, [], []];
   const options = { ...frameOf(shown), height: STRIP_HEIGHT, curves, second, fit, log: isLog([...curves, ...fit]) };
-  const legend = withValues(known.map((curve) => readCurve(curve, cursor ?? Infinity, formatNumber)));
+  const legend = known.map((curve) => ({
+    ...curve,
+    label: `${curve.label} ${readCurve(curve, cursor ?? Infinity, formatNumber).text}`,
+  }));
   return { legend, draw: (canvas) => drawChart(canvas, options) };
 }
 
@@ -44,47 +45,17 @@ function heldUntil(curve, lastStep) {
   return { ...curve, steps: [...curve.steps, lastStep], values: [...curve.values, value] };
 }
 
-function withValues(curves) {
-  return curves.map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` }));
-}
-
-/** The same of memory and of the shares of phases in the time of a step, stacked; with one `line` that says all. */
-export function costsOf(shown) {
-  const { panel: { scalars }, theme, cursor } = shown;
-  const phases = scalars.filter(({ kind }) => kind === "time");
-  if (!phases.length) return null;
-  const used = scalars.filter(({ kind }) => kind === "memory");
-  const named = [...phases, ...used].map((curve, i) => ({ ...curve, ...styleOf(theme, i), label: nameOf(curve) }));
-  const curves = stack(named.slice(0, phases.length));
-  const second = named.slice(phases.length).map((curve) => ({ ...curve, values: curve.values.map((bytes) => bytes / GIB) }));
-  const time = ({ seconds, shares }) => (_, i) => `${formatNumber(1000 * seconds[i])} ms (${percent(shares[i])})`;
-  const linesAt = (step) => [
-    ...curves.map((curve) => readCurve(curve, step, time(curve))),
-    ...second.map((curve) => readCurve(curve, step, (value) => `${formatNumber(value)} GiB`)),
-  ];
-  const axes = { height: COSTS_HEIGHT, range: [0, 1], format: percent, secondUsual: [0] };
-  const draw = (canvas) => {
-    const plot = drawChart(canvas, { ...frameOf(shown), ...axes, curves, second });
-    return { ...plot, read: (step) => ({ step, lines: linesAt(step) }) };
+/** Parts of the time of a step, and memory, in a line: at the selected step, or the last one; "" without any. */
+export function costsOf({ panel: { scalars }, cursor }) {
+  const named = (kind, textOf) => {
+    const curves = scalars.filter((curve) => curve.kind === kind);
+    const values = curves.map((curve) => curve.values[Math.max(columnAt(curve.steps, cursor ?? Infinity), 0)]);
+    const total = values.reduce((sum, value) => sum + value, 0);
+    return curves.map((curve, i) => `${nameOf(curve)} ${textOf(values[i], total)}`);
   };
-  const legend = withValues(linesAt(cursor ?? Infinity));
-  const title = used.length ? "Time, memory (GiB)" : "Time";
-  return { legend, draw, title, line: `${title}: ${legend.map(({ label }) => label).join(" · ")}` };
-}
-
-/** Curves of which each begins where the one below it ends, at the steps that all have. */
-function stack(phases) {
-  const { steps, at } = aligned(phases);
-  const total = at.map((seconds) => seconds.reduce((sum, spent) => sum + spent, 0));
-  let low = steps.map(() => 0);
-  return phases.map((phase, number) => {
-    const seconds = at.map((of) => of[number]);
-    const shares = seconds.map((spent, i) => (total[i] > 0 ? spent / total[i] : 0));
-    const values = low.map((share, i) => share + shares[i]);
-    const band = [low, values];
-    low = values;
-    return { ...phase, steps, values, band, seconds, shares, dash: [] };
-  });
+  const time = (spent, total) => `${formatNumber(1000 * spent)} ms (${Math.round((100 * spent) / (total || 1))} %)`;
+  const phases = named("time", time);
+  return phases.length ? [...phases, ...named("memory", (bytes) => `${formatNumber(bytes / GIB)} GiB`)].join(" · ") : "";
 }
 
 /** `time/data_wait_s` as "data wait". */

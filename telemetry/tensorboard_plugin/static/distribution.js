@@ -61,12 +61,12 @@ function readBin({ steps, edges, shares, zeroBin }, bins, column, bin) {
   return { step: steps[column], title: `Histogram of step ${formatStep(steps[column])}`, lines: [{ label, text }] };
 }
 
-/** Quantiles of a step's values, interpolated within bins. */
-export function quantilesOf({ edges, shares, zeroBin }, column, wanted) {
+/** Where 5 %, half and 95 % of a step's values are below, interpolated within bins. */
+export function quantilesOf({ edges, shares, zeroBin }, column) {
   const bins = edges.length - 1;
   const row = shares.subarray(column * bins, (column + 1) * bins);
   const total = row.reduce((sum, share) => sum + share, 0);
-  return wanted.map((share) => {
+  return [0.05, 0.5, 0.95].map((share) => {
     let below = 0;
     let bin = 0;
     while (bin < bins - 1 && below + row[bin] < share * total) below += row[bin++];
@@ -89,7 +89,7 @@ function shadesOf({ shares, zeroBin }, bins) {
 
 function drawQuantiles(context, box, histogram, view) {
   const { steps, edges } = histogram;
-  const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column, [0.05, 0.5, 0.95])]);
+  const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column)]);
   for (const [color, width] of [["#000000", 3], ["#ffffff", 1.2]]) {
     context.strokeStyle = color;
     context.lineWidth = width;

@@ -122,11 +122,7 @@ function Panel({ page, shown }) {
       ${page.panels.length > 1 && html`<h2 class="run-name">${title}</h2>`}
       ${strip && html`<${CurveLegend} curves=${strip.legend} />
         <${Plot} class="strip" aria-label="Loss and learning rate" draw=${strip.draw} onPick=${onPick} />`}
-      ${costs && html`<details class="costs-row">
-        <summary>${costs.line}</summary>
-        <${CurveLegend} curves=${costs.legend} title=${costs.title} />
-        <${Plot} class="costs" aria-label="Time and memory" draw=${costs.draw} onPick=${onPick} />
-      </details>`}
+      ${costs && html`<p class="costs">${costs}</p>`}
     </div>
     <div class="notes">
       <${Notice} page=${page} shown=${shown} />
@@ -200,7 +196,7 @@ function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
   if (!layers.length) return "This run has no layers: only scalars were logged.";
   if (!field.steps.length) return `${statistic.title}: not measured yet.`;
   const behind = [[field.layerFactor, "layers"], [field.stepFactor, "steps"]].filter(([factor]) => factor > 1);
-  const { error } = panel.part.answer ?? {};
+  const { error } = panel.part;
   const isMeasured = field.values.some((value) => value >= 0 || value !== value);
   const isPartial = trainedShare !== null && trainedShare < 1;
   return [

@@ -16,7 +16,7 @@ const MOST_NAMES = 8;
 export function Parallel({ runs, columns, accepts, onBrush, theme }) {
   const from = useRef(null); // where a drag began
   const [dragged, setDragged] = useState(null); // the axis, and the range that is being chosen on it
-  const axes = columns.map(({ title, key }) => ({ title, key, ...axisOf(runs.map(key)) }));
+  const axes = columns.map(({ title, key: valueOf }) => ({ title, valueOf, ...axisOf(runs.map(valueOf)) }));
   const placeAt = ({ clientY, currentTarget }) => clamp(1 - (clientY - currentTarget.getBoundingClientRect().top) / HEIGHT, 0, 1);
   const brushOf = ({ title, valueAt }) => ({
     onpointerdown(event) {
@@ -43,7 +43,7 @@ export function Parallel({ runs, columns, accepts, onBrush, theme }) {
           style=${{ left: `${50 / axes.length}%`, width: `${100 - 100 / axes.length}%` }}>
           ${sorted.map((run) => html`<${Line} ...${{ run, axes, theme }} opacity=${accepts(run) ? 0.9 : 0.12} />`)}
         </svg>
-        ${axes.map((axis) => html`<${Axis} ...${axis} brush=${brushOf(axis)}
+        ${axes.map((axis) => html`<${Axis} key=${axis.title} ...${axis} brush=${brushOf(axis)}
           range=${dragged?.title === axis.title && dragged.range} />`)}
       </div>
     </div>
@@ -66,7 +66,7 @@ function Axis({ title, ticks, range, brush }) {
 
 /** The line of a run; dotted past the axes on which it has no value, with a square at the last one. */
 function Line({ run, axes, theme, ...attributes }) {
-  const places = axes.map(({ key, placeOf }) => placeOf(key(run)));
+  const places = axes.map(({ valueOf, placeOf }) => placeOf(valueOf(run)));
   const known = [...places.keys()].filter((i) => places[i] !== null);
   const color = places.at(-1) === null ? NAN_COLORS[0] : cssColor(false, places.at(-1));
   const point = (i) => `${i} ${1 - places[i]}`;

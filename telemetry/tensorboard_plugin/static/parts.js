@@ -3,8 +3,7 @@
 import { isInside, stepAt, xOf } from "./canvas.js";
 import { sampleOf } from "./chart.js";
 import { clamp, formatStep } from "./format.js";
-import { html, useLayoutEffect, useRef, useState } from "./preact.js";
-import { Latest } from "./state.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./preact.js";
 
 let pointed = null;
 const followers = new Set();
@@ -37,11 +36,25 @@ function moveHair(hair, place) {
   for (const [side, pixels] of Object.entries(place || {})) hair.style[side] = `${pixels}px`;
 }
 
-/** Within a component: the answer to its latest question; see `Latest`. */
-export function useAnswer(page, ...question) {
-  const latest = useRef(null);
-  latest.current ??= new Latest(() => page.draw());
-  return latest.current.to(...question);
+/**
+ * Within a component: the answer to its latest question; null while it is awaited, `{error}` if asking failed.
+ * A new `version` of the data is asked for behind the old answer; questions that may change at once have a
+ * `delay` in ms.
+ */
+export function useAnswer(key, version, ask, delay = 0) {
+  const [known, setKnown] = useState({});
+  useEffect(() => {
+    let isLate = false;
+    const timer = setTimeout(async () => {
+      const answer = await ask().catch((error) => ({ error }));
+      if (!isLate) setKnown({ key, answer });
+    }, delay);
+    return () => {
+      isLate = true;
+      clearTimeout(timer);
+    };
+  }, [key, version]);
+  return known.key === key ? known.answer : null;
 }
 
 /**
@@ -127,11 +140,10 @@ function Sample({ color, dash }) {
 
 const LONG = 48; // characters of a label, whose end says most
 
-/** The color and name of each curve; `title` stands before them. */
-export function CurveLegend({ curves, title }) {
+/** The color and name of each curve. */
+export function CurveLegend({ curves }) {
   const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
   return html`<div class="curve-legend">
-    ${title && html`<span>${title}</span>`}
     ${curves.map((curve) => html`<span title=${curve.label}><${Sample} ...${curve} />${short(curve.label)}</span>`)}
   </div>`;
 }
@@ -163,23 +175,4 @@ export function Dialog({ onClose, children, ...attributes }) {
     return () => before?.focus?.(); // closing a dialog would do so, removing it does not
   }, []);
   return html`<dialog ref=${node} onclose=${onClose} ...${attributes}>${children}</dialog>`;
-}
-
-/** Something small, enlarged, step by step. `children`: draws it at the step of an index. */
-export function Enlarged({ title, steps, index: first, onClose, children: show }) {
-  const [index, setIndex] = useState(first);
-  const [hasRoom, setRoom] = useState(false); // once the dialog is open
-  useLayoutEffect(() => setRoom(true), []);
-  const move = (count) => setIndex((at) => clamp(at + count, 0, steps.length - 1));
-  const onkeydown = ({ key }) => move({ ArrowLeft: -1, ArrowRight: 1 }[key] ?? 0);
-  return html`<${Dialog} class="large" aria-labelledby="large-title" onkeydown=${onkeydown} onClose=${onClose}>
-    <header>
-      <h2 id="large-title">${title}</h2>
-      <button aria-label="Earlier" onclick=${() => move(-1)}>‹</button>
-      <b role="status">step ${formatStep(steps[index])}</b>
-      <button aria-label="Later" onclick=${() => move(1)}>›</button>
-      <button class="last" onclick=${onClose}>Close</button>
-    </header>
-    <div class="large-content">${hasRoom && show(index)}</div>
-  <//>`;
 }

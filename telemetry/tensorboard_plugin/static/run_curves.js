@@ -27,7 +27,7 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), runs, most);
   const isShown = toggled ?? isOpen;
   const key = isShown ? [...of, most, ...runs.map(({ name }) => name)].join("\n") : "";
-  const found = useAnswer(page, key, null, async () => (isShown ? read() : null), DELAY_MS);
+  const found = useAnswer(key, null, async () => (isShown ? read() : null), DELAY_MS);
   const lines = (isGrouped ? groupsOf(found ?? []) : (found ?? [])).slice(0, MOST);
   if (found) slots.current = slotsOf(lines.map(({ label }) => label), slots.current);
   const styled = lines.map((curve) => ({ ...curve, ...styleOf(theme, slots.current.get(curve.label)) }));

@@ -112,30 +112,3 @@ export function memo(compute) {
     return result;
   };
 }
-
-/** The answer to the latest question; answers to earlier ones are dropped. `changed()`: called when one has come. */
-export class Latest {
-  constructor(changed) {
-    this.changed = changed;
-    this.key = this.version = this.answer = null;
-  }
-
-  /**
-   * The answer to a question; null while it is awaited, `{error}` if asking failed. A new `version` of the data is
-   * asked for behind the old answer; questions that may change at once have a `delay` in ms.
-   */
-  to(key, version, ask, delay = 0) {
-    if (key !== this.key) this.answer = null;
-    if (key !== this.key || version !== this.version) {
-      [this.key, this.version] = [key, version];
-      clearTimeout(this.timer);
-      this.timer = setTimeout(async () => {
-        const answer = await ask().catch((error) => ({ error }));
-        if (key !== this.key || version !== this.version) return;
-        this.answer = answer;
-        this.changed();
-      }, delay);
-    }
-    return this.answer;
-  }
-}
