@@ -112,7 +112,7 @@ export class Page {
   /** Reads again if the page is live or has no data yet, and is seen. */
   #readAgain() {
     const hasData = ({ fields }) => [...fields.values()].some(({ steps }) => steps.length);
-    const isEmpty = this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
+    const isEmpty = this.runs && !this.panels.some(hasData);
     // Another dashboard of TensorBoard's hides the frame, not the document.
     const isSeen = window.innerWidth > 0 && !document.hidden;
     if (isSeen && (this.isLive || isEmpty)) this.refresh();
@@ -274,26 +274,13 @@ function selectionAloud({ state: { layer, step }, statistic, detailed: panel, pa
   return alert?.step === step ? `${alertAloud(alert)} ${cell}` : cell;
 }
 
-const EXAMPLE = `from telemetry import HookLogger
-
-with HookLogger(model, "runs/first", every_n_steps=100) as logger:
-    for inputs, targets in batches:
-        loss = loss_function(model(inputs), targets)
-        logger.log(loss=loss)  # alerts about the loss need it
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()`;
-
 function Message({ state, text, retry }) {
   const [title, content] = {
     loading: ["Loading…", null],
     empty: [
       "No run with telemetry yet",
-      html`<p>Wrap your loop, and its layers appear here:</p>
-        <pre>${EXAMPLE}</pre>
-        <p class="muted">
-          A new run appears after TensorBoard reloads its data. Runs with only scalars are under Time Series.
-        </p>`,
+      html`<p>A run that HookLogger writes into this log directory appears once TensorBoard has reloaded its data. Runs
+        with only scalars are under Time Series.</p>`,
     ],
     error: [
       "The data could not be shown",

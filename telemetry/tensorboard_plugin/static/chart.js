@@ -170,14 +170,11 @@ function drawValueAxis(context, theme, box, scale, format, isSecond = false) {
 
 /** At least two ticks: one alone gives no distance. */
 function ticksOf(scale, box) {
-  const least = Math.max(box.height / 26, 2);
-  let ticks = [];
-  for (let count = least; ticks.length < 2 && count < least + 9; count++) {
-    ticks = scale.log
-      ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
-      : roundTicks(scale.low, scale.high, count, false).map((tick) => Number(tick.toPrecision(12)));
-  }
-  return ticks.map((tick) => ({ tick, y: yOf(scale, box, tick) }));
+  const [low, high] = [scale.low, scale.high].map((end) => (scale.log ? 10 ** end : end));
+  const count = Math.max(box.height / 26, 2);
+  const round = scale.log ? logTicks(low, high, count) : roundTicks(low, high, count, false);
+  const ticks = round.length > 1 ? round : [low, high];
+  return ticks.map((tick) => ({ tick: Number(tick.toPrecision(12)), y: yOf(scale, box, tick) }));
 }
 
 function drawBand(context, box, view, scale, { steps, band: [low, high], color }) {

@@ -55,7 +55,9 @@ export function costsOf({ panel: { scalars }, cursor }) {
   };
   const time = (spent, total) => `${formatNumber(1000 * spent)} ms (${Math.round((100 * spent) / (total || 1))} %)`;
   const phases = named("time", time);
-  return phases.length ? [...phases, ...named("memory", (bytes) => `${formatNumber(bytes / GIB)} GiB`)].join(" · ") : "";
+  if (!phases.length) return "";
+  const memory = named("memory", (bytes) => `${formatNumber(bytes / GIB)} GiB`);
+  return `Time, memory: ${[...phases, ...memory].join(" · ")}`;
 }
 
 /** `time/data_wait_s` as "data wait". */

@@ -16,7 +16,7 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const { theme, source } = page;
   const { layer, smoothing, seeds, curves: subject } = page.state;
   const [toggled, setToggled] = useState(null);
-  const [known, slots] = [useRef(new Map()), useRef(new Map())];
+  const slots = useRef(new Map()); // of colors
   const hasChoice = !isOfLoss && layer !== null;
   const layerTitle = hasChoice ? `${page.statistic.title} of ${layer || "the model"}` : "";
   const isOfLayer = hasChoice && subject !== "loss";
@@ -24,7 +24,7 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const hasSeeds = runs.some(({ hparams }) => Object.keys(hparams).some((name) => SEED.test(name)));
   const isGrouped = seeds && hasSeeds;
   const most = isGrouped ? Infinity : MOST; // a group is one curve of all its runs
-  const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), runs, most);
+  const read = () => readCurves((run) => curveOf(source, run, ...of).catch(() => null), runs, most);
   const isShown = toggled ?? isOpen;
   const key = isShown ? [...of, most, ...runs.map(({ name }) => name)].join("\n") : "";
   const found = useAnswer(key, null, async () => (isShown ? read() : null), DELAY_MS);
@@ -68,17 +68,12 @@ function slotsOf(names, before) {
   return new Map(names.map((name) => [name, before.get(name) ?? free.shift()]));
 }
 
-/** The curve of a run: the loss, or one of a layer; null without it, or if it cannot be read. */
-function curveOf(source, known, run, layer, statistic) {
-  const key = JSON.stringify([run, layer, statistic]);
-  const read = async () => {
-    if (layer === null) return (await source.scalars(run)).find(({ kind }) => kind === "loss");
-    const { layers } = await source.overview(run);
-    if (!layers.some(({ name }) => name === layer)) return null;
-    return (await source.layer(run, layer)).statistics.get(statistic);
-  };
-  if (!known.has(key)) known.set(key, read().catch(() => null));
-  return known.get(key);
+/** The curve of a run: the loss, or one of a layer; null or undefined without it. */
+async function curveOf(source, run, layer, statistic) {
+  if (layer === null) return (await source.scalars(run)).find(({ kind }) => kind === "loss");
+  const { layers } = await source.overview(run);
+  if (!layers.some(({ name }) => name === layer)) return null;
+  return (await source.layer(run, layer)).statistics.get(statistic);
 }
 
 /** The curves of the first runs that have one, at most so many; some runs at a time. */

@@ -15,14 +15,9 @@ const ORDER = [["depth", "by depth"], ["role", "by role"]];
 /** Controls of the class `rare` are hidden in a narrow window, unless it is `full`. */
 export function Toolbar({ page }) {
   const { state, runs } = page;
-  const { zoom } = state;
   const [panel] = page.panels;
   const statistics = panel.overview.statistics.map(({ name, title }) => [name, title]);
   const modes = Object.entries(MODES).filter(([mode]) => mode !== "run" || state.other);
-  const order = (chosen) => {
-    const { row0, row1 } = page.whole();
-    page.update({ order: chosen, folded: new Set(), zoom: zoom && { ...zoom, row0, row1 } });
-  };
   return html`
     <${RunButton} label="Run" name=${state.run} runs=${runs} onclick=${() => listRuns(page, "run")} />
     ${runs.length > 1 && html`<div class="pair rare">
@@ -35,7 +30,7 @@ export function Toolbar({ page }) {
     <${DropDown} label="Show" class="field rare" options=${modes} value=${page.mode}
       onChoose=${(mode) => page.update({ mode })} />
     ${deepest(panel.groupings.role) > 0 && html`<${DropDown} label="Order" class="field rare" options=${ORDER}
-      value=${state.order} onChoose=${order} />`}
+      value=${state.order} onChoose=${(order) => page.update({ order, folded: new Set(), zoom: null })} />`}
     <${Layers} page=${page} grouping=${panel.groupings[state.order]} />
     <label class="field rare">
       <span>Filter layers</span>
@@ -44,7 +39,7 @@ export function Toolbar({ page }) {
         oninput=${({ target }) => page.update({ search: target.value, zoom: null })}
         onkeydown=${({ key }) => key === "Enter" && selectOnlyRow(page)} />
     </label>
-    <button class="reset" disabled=${!zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
+    <button class="reset" disabled=${!state.zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
     <button class="drawer-open" onclick=${() => page.update({ side: true })}>Alerts ${page.alerts.length}</button>
     <${Saving} page=${page} />
     <${Live} page=${page} />
@@ -167,7 +162,7 @@ function pictureOf(page, { view }) {
   return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
 }
 
-/** A line per step and layer in view, as `telemetry export` writes them. */
+/** A line per step and layer in view. */
 function csvOf({ panel, field, rows, view, statistic }) {
   const lines = [`run,step,module_name,type_name,${statistic.name}`];
   const shown = rows.slice(Math.floor(view.row0), Math.ceil(view.row1)).flatMap(({ layers }) => layers);

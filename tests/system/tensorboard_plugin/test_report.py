@@ -201,9 +201,9 @@ def test_time_and_memory_are_a_line(tmp_path: Path, open_report: OpenReport) -> 
     report = write_report(tmp_path / "demo")
     said = open_report(report).locator(".costs").inner_text()
     others = "forward 100 ms (8 %) · backward 100 ms (8 %) · optimizer 100 ms (8 %)"
-    assert said == f"data wait 900 ms (75 %) · {others} · host rss 3 GiB"
+    assert said == f"Time, memory: data wait 900 ms (75 %) · {others} · host rss 3 GiB"
     said = open_report(report, "#p.telemetry.step=25").locator(".costs").inner_text()
-    assert said.startswith("data wait 100 ms (25 %) · ")
+    assert said.startswith("Time, memory: data wait 100 ms (25 %) · ")
     assert said.endswith("host rss 2 GiB")
 
 
