@@ -18,7 +18,7 @@ from telemetry.commands import output
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import called, called_all, natural_key, printable
 from telemetry.reading.comparison import Comparison, Difference, compare
-from telemetry.reading.run import only_log_dir, open_run
+from telemetry.reading.run import only_log_dir, open_run, split_run
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_entry import differing, row_of
 
@@ -67,10 +67,10 @@ def _rows(found: output.LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any
         is_below = len(given) == 1 and log_dir != given[0]
         name = os.path.relpath(log_dir, given[0]) if is_below else str(log_dir)
         yield row_of(newest, name, now_s)
-        if newest.is_newest:
-            for run in newest.directory.runs:
-                if run != newest.run:
-                    yield row_of(RunData(newest.directory, run), f"{name}@{run}", now_s)
+        earlier = () if split_run(log_dir)[1] else newest.directory.runs
+        for run in earlier:
+            if run != newest.run:
+                yield row_of(RunData(newest.directory, run), f"{name}@{run}", now_s)
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def _matches(row: Mapping[str, Any], term: str) -> bool:
 def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> list[dict[str, Any]]:
     """Sort numbers before texts, the newest run first, and missing values last."""
 
-    def key(record: Mapping[str, Any]) -> tuple[bool, Any] | None:
+    def key(record: Mapping[str, Any]) -> tuple[bool, Any]:
         value = record[column]
-        if value is None or value != value:
-            return None
         return isinstance(value, str), natural_key(value) if isinstance(value, str) else value
 
-    return output.sorted_by(key, records, reverse=is_reversed != (column == "started"))
+    missing = [r for r in records if r[column] is None or r[column] != r[column]]
+    known = [record for record in records if record not in missing]
+    return sorted(known, key=key, reverse=is_reversed != (column == "started")) + missing
 
 
 def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> output.Column:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 from telemetry.alert import Alert
 from telemetry.events import message_pack
@@ -46,17 +46,16 @@ Shape: TypeAlias = Annotated[tuple[Step, ...], Meta(max_length=64)]
 Text: TypeAlias = Annotated[str, Meta(max_length=6 * MAX_TEXT)]  # each character may be escaped
 
 
-class NewerFormatError(ValueError):
-    """Data of a later version of telemetry, which this one cannot read."""
-
-
 class Frame(Struct, array_like=True):
     step: Step
     time_s: Time
 
 
 class Begin(Frame, tag=0):
-    """Begin of a file, and of what is recorded after a checkpoint was restored."""
+    """Begin of a file, and of what is recorded after a checkpoint was restored.
+
+    Later formats may add fields behind these.
+    """
 
     run: Name
     seed: int | None  # of torch's generator
@@ -143,28 +142,8 @@ class End(Frame, tag=8):
     random: Random | None = None
 
 
-class Head(Struct, array_like=True):
-    """Begin of any frame."""
-
-    kind: int
-    step: Step
-    time_s: Time
-
-
-class _Version(Struct, array_like=True):
-    """Begin of any version of telemetry."""
-
-    kind: Raw
-    step: Raw
-    time_s: Raw
-    run: Raw
-    seed: Raw
-    continues: Raw
-    format: int
-
-
-KINDS: Mapping[int, type[Frame]] = dict(
-    enumerate((Begin, LaidOut, Norms, FullStep, Alerted, Logged, LossFound, Hyperparameters, End))
+AnyFrame: TypeAlias = (
+    Begin | LaidOut | Norms | FullStep | Alerted | Logged | LossFound | Hyperparameters | End
 )
 
 
@@ -174,17 +153,15 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
 
 
-def decode(kind: type[Any], data: bytes) -> Any:
-    """Return a :class:`Head` or a frame of this kind; ValueError for anything else."""
+_decode_any = message_pack.decoder(AnyFrame)  # looked up by a union, it would take twice as long
+
+
+def decode(data: bytes, kind: type[Frame] | None = None) -> Any:
+    """Return a frame, of this kind or any; ValueError for anything else."""
     if len(data) > MAX_FRAME_BYTES:
         raise ValueError(f"it has {len(data)} bytes")
-    if kind is Begin and (found := message_pack.decode(_Version, data).format) > FORMAT:
-        raise NewerFormatError(
-            f"the run log has format {found}, this version of telemetry reads {FORMAT}; "
-            "update telemetry on this machine"
-        )
-    frame = message_pack.decode(kind, data)
-    if kind is Alerted:
+    frame = _decode_any(data) if kind is None else message_pack.decode(kind, data)
+    if isinstance(frame, Alerted):
         frame.alert = _checked(frame.alert, frame.step)
     return frame
 

@@ -82,18 +82,18 @@ def _worst_alert(alerts: Iterable[Alert]) -> dict[str, Any]:
     resolved; ``resolved`` says whether it has.
     """
     faults: list[dict[str, Any]] = []
+    active: dict[str, dict[str, Any]] = {}  # by kind
+    names = ("kind", "severity", "step", "module_name")
     for alert in alerts:
-        active = [
-            fault for fault in faults if fault["kind"] == alert.kind and not fault["resolved"]
-        ]
         if alert.stage == "started":
-            names = ("kind", "severity", "step", "module_name")
-            faults.append({name: getattr(alert, name) for name in names} | {"resolved": False})
-        elif active:
-            change = (
-                ("resolved", True) if alert.stage == "resolved" else ("severity", alert.severity)
-            )
-            active[-1].update([change])
+            active[alert.kind] = {name: getattr(alert, name) for name in names} | {
+                "resolved": False
+            }
+            faults.append(active[alert.kind])
+        elif alert.stage == "resolved":
+            active.pop(alert.kind, {})["resolved"] = True
+        elif alert.kind in active:
+            active[alert.kind]["severity"] = alert.severity
     rank = ("error", "warning", "note").index
     worst = min(
         faults, key=lambda fault: (rank(fault["severity"]), fault["resolved"]), default=None

@@ -17,7 +17,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.data_compat import migrate_value
 from tensorboard.util.tensor_util import make_ndarray
 
-from telemetry.events.reading import CorruptFileError, EventReader, list_event_files
+from telemetry.events.reading import list_event_files, read_events
 from telemetry.plain_text import printable
 
 # Lines about one run.
@@ -143,21 +143,19 @@ class FileSource:
         }
 
     def _read_file(self, path: Path, found: Mapping[str, dict[str, list[tuple[int, Any]]]]) -> None:
-        events = EventReader(path)
+        def skipped(what: str, why: object) -> None:
+            self.problems.add(f"{what} of {path}", why)
+
         try:
-            for event in events:
+            for event in read_events(path, skipped):
                 if event.session_log.status == SessionLog.START:
                     for tags in found.values():
                         for tag, series in tags.items():
                             tags[tag] = [item for item in series if item[0] < event.step]
                 if self.period.holds(event.wall_time):
                     self._take(event, found)
-        except CorruptFileError as error:
-            self.problems.add(f"the rest of {path}", f"damaged at byte {error.offset}")
         except OSError as error:
             self.problems.add(str(path), error.strerror or error)
-        for offset, size in events.oversized:
-            self.problems.add(f"the event at byte {offset} of {path}", f"it has {size} bytes")
 
     def _take(self, event: Event, found: Mapping[str, dict[str, list[tuple[int, Any]]]]) -> None:
         for value in event.summary.value:
@@ -171,12 +169,12 @@ class FileSource:
             nbytes = _OVERHEAD_BYTES + len(value.tag)
             if not isinstance(content, float):
                 nbytes += content.nbytes if isinstance(content, np.ndarray) else len(content)
-            if nbytes > self._room[plugin_name]:
+            self._room[plugin_name] -= nbytes
+            if self._room[plugin_name] < 0:
                 limit = MAX_KEPT_BYTES[plugin_name] >> 20
                 self.problems.add(f"the rest of {plugin_name}", f"there are more than {limit} MiB")
-                continue
-            self._room[plugin_name] -= nbytes
-            found[plugin_name].setdefault(value.tag, []).append((event.step, content))
+            else:
+                found[plugin_name].setdefault(value.tag, []).append((event.step, content))
 
 
 def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | None]:

@@ -310,8 +310,8 @@ KINDS = {
     "frame without data": frames(b""),
     "frame is an object": frames(msgspec.msgpack.encode({"kind": 2})),
     "frame is deep": frames(b"\x94\x02" + HEAD + DEEP),
-    "frame of an unknown kind": frames(raw(99, 3, NOW), said="unknown kind"),
-    "kind of 2**64 - 1": frames(raw(2**64 - 1, 3, NOW), said="unknown kind"),
+    "frame of an unknown kind": frames(raw(99, 3, NOW), said="99"),
+    "kind of 2**64 - 1": frames(raw(2**64 - 1, 3, NOW)),
     "kind is a word": frames(raw("2", 3, NOW)),
     "step is negative": other(NORMS, step=-1),
     "step is 2**53 + 1": other(NORMS, step=2**53 + 1),
@@ -348,7 +348,7 @@ KINDS = {
     "scalars without names": other(LOGGED, "$[3]", scalars={1: 1.0}),
     "a million scalars": Kind(
         lambda d: add(d, *(Logged(3, NOW, {f"{n}.{m}": 1.0 for m in range(10_000)})
-                           for n in range(100))), "scalars"),
+                           for n in range(100))), "Logged"),
     "hyperparameters are lists": frames(raw(7, 3, NOW, {"lr": [1]}), said="$[3]"),
     "hyperparameters of scripts": frames(
         Hyperparameters(3, NOW, {SCRIPT: SCRIPT, "\x1b[2J": "\x1b[2J"}), said=""
@@ -429,7 +429,7 @@ KINDS = {
     "batches are words": other(ALERTED, batches=["x"]),
     "random states are words": other(ALERTED, random={"step": 1, "states": {"cpu": 5}}),
     "12,000 alerts": frames(
-        *(changed(ALERTED, alert__module_name=f"m{n}") for n in range(12_000)), said="10000"
+        *(changed(ALERTED, alert__module_name=f"m{n}") for n in range(12_000)), said="32 MiB"
     ),
     # Ends.
     "end of a list": other(END, failure=["x"]),

@@ -11,7 +11,6 @@ import { html, render } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { Run } from "./run.js";
 import { RunTable } from "./runs.js";
-import { NewerFormatError } from "./source.js";
 import { EVERYTHING, fromLink, isEntry, keyOfAlert, toLink } from "./state.js";
 import { Toolbar } from "./toolbar.js";
 import { limit, openingView, wholeView } from "./view.js";
@@ -221,7 +220,7 @@ export class Page {
   }
 
   fail(error) {
-    this.#show({ state: error instanceof NewerFormatError ? "newer" : "error", text: error.message });
+    this.#show({ state: "error", text: error.message });
   }
 
   /** Draws soon; many calls at once draw once. */
@@ -331,10 +330,6 @@ function Message({ state, text, retry }) {
         <p class="muted">
           A new run appears after TensorBoard reloads its data. Runs with only scalars are under Time Series.
         </p>`,
-    ],
-    newer: [
-      "This run was written by a newer version of telemetry",
-      html`<p>${text}</p><pre>pip install --upgrade torch-telemetry</pre>`,
     ],
     error: [
       "The data could not be shown",

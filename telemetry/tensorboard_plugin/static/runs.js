@@ -1,4 +1,4 @@
-// The dialog that lists all runs: filters, columns, and which runs are drawn together.
+// The list of runs: in a dialog with filters, columns, and which runs are drawn together; and in a report.
 
 import { capital, faultText, formatNumber, formatStep } from "./format.js";
 import { axesOf, isWithin, Parallel } from "./parallel.js";
@@ -86,6 +86,17 @@ export function RunTable({ page }) {
     ${axes.length > 1 && matching.length > 1 &&
     html`<${Parallel} ...${{ runs: matching, axes, ranges, theme: page.theme }} onBrush=${brush} />`}
   <//>`;
+}
+
+/** The runs of a report, the best first, with the curves of their losses. */
+export function Comparison({ page, runs }) {
+  const [order, setOrder] = useState({ by: "Best loss", isReversed: false });
+  const columns = columnsOf(runs).filter(({ isHidden }) => !isHidden);
+  const drawn = runs.filter(({ name }) => page.state.checked.has(name));
+  const choose = ({ name }) => page.update({ run: name, layer: null, step: null, zoom: null });
+  return html`<${RunCurves} page=${page} runs=${drawn.length ? drawn : runs} isOpen isOfLoss />
+    <${Table} page=${page} runs=${sorted(columns, runs, order)} columns=${columns}
+      order=${order} onSort=${setOrder} onChoose=${choose} />`;
 }
 
 /** `children`: further rows of the head. */
@@ -183,6 +194,7 @@ const BASE = [
     show: (run) => (run.alert ? alertOf(run.alert) : "none"),
   },
   { ...number("Alerts", (run) => run.alertCount, String), isHidden: true },
+  { title: "First difference from the first run", key: (run) => run.difference, show: (run) => run.difference }, // in a report
 ];
 
 export function columnsOf(runs) {
