@@ -80,8 +80,12 @@ def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[s
         for record in records:
             writer.writerow([_cell(json_plain(record[column])) for column in columns])
         return
-    texts = [json.dumps({name: json_plain(record[name]) for name in columns}) for record in records]
+    texts = [as_json(columns, record) for record in records]
     print("\n".join(["[", ",\n".join(texts), "]"]) if texts else "[]")
+
+
+def as_json(columns: Sequence[str], record: Mapping[str, Any]) -> str:
+    return json.dumps({name: json_plain(record[name]) for name in columns})
 
 
 def number(value: float | None, digits: int = 3) -> Text:

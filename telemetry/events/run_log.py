@@ -12,10 +12,8 @@ the same run. Decoding checks types and ranges, and creates nothing else.
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
@@ -23,8 +21,7 @@ from msgspec import Meta, Struct
 
 from telemetry.alert import Alert
 from telemetry.events import message_pack
-from telemetry.layers import Statistic
-from telemetry.records import CodeLocation, Layout, Module, Parameter
+from telemetry.records import Layout
 from telemetry.records.batches import Batch
 from telemetry.untrusted import MAX_INTEGER, MAX_NAME, MAX_TEXT
 from telemetry.version import __version__
@@ -36,13 +33,11 @@ SUFFIX = ".runlog"
 MAX_FRAME_BYTES = 32 << 20
 MAX_RATES = 10_000
 _MAX_MODULES = 1 << 18
-_MAX_PARAMETERS = 1 << 20
 
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 Time: TypeAlias = Annotated[float, Meta(ge=0, le=1e11)]
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
 Rates: TypeAlias = Annotated[tuple[float, ...], Meta(max_length=MAX_RATES)]
-Shape: TypeAlias = Annotated[tuple[Step, ...], Meta(max_length=64)]
 Text: TypeAlias = Annotated[str, Meta(max_length=6 * MAX_TEXT)]  # each character may be escaped
 
 
@@ -67,11 +62,8 @@ class Begin(Frame, tag=0):
 class LaidOut(Frame, tag=1):
     """Modules in forward order, and parameters; they hold for all later frames of steps."""
 
-    modules: Annotated[list[tuple[Name, Name]], Meta(max_length=_MAX_MODULES)]  # names and classes
-    # Parameters: name, index of the module, shape.
-    parameters: Annotated[list[tuple[Name, Step, Shape]], Meta(max_length=_MAX_PARAMETERS)]
+    layout: Layout
     statistics: list[Name]  # rows of the tables of full steps
-    code: list[tuple[Name, CodeLocation | None, list[Step]]]  # forward, user code, modules
 
 
 class Norms(Frame, tag=2):
@@ -163,6 +155,8 @@ def decode(data: bytes, kind: type[Frame] | None = None) -> Any:
     frame = _decode_any(data) if kind is None else message_pack.decode(kind, data)
     if isinstance(frame, Alerted):
         frame.alert = _checked(frame.alert, frame.step)
+    elif isinstance(frame, LaidOut):
+        _check(frame.layout)
     return frame
 
 
@@ -174,42 +168,17 @@ def _checked(alert: Alert, step: int) -> Alert:
     return replace(alert, **texts)
 
 
-def layout_frame(
-    layout: Layout, statistics: Sequence[Statistic], step: int, time_s: float
-) -> LaidOut:
-    """Return the frame of a layout; ``statistics`` are the rows of its tables."""
-    code: dict[tuple[str, CodeLocation | None], list[int]] = {}
-    for place, module in enumerate(layout.modules):
-        if module.forward or module.user_code:
-            code.setdefault((module.forward, module.user_code), []).append(place)
-    return LaidOut(
-        step,
-        time_s,
-        modules=[(module.name, module.type_name) for module in layout.modules],
-        parameters=[(p.name, layout.position[p.module_name], p.shape) for p in layout.parameters],
-        statistics=[statistic.name for statistic in statistics],
-        code=[(*where, places) for where, places in code.items()],
-    )
-
-
-def layout_of(frame: LaidOut) -> Layout:
-    """Return the layout of a frame; ValueError if its parts do not fit together."""
-    names = [name for name, _ in frame.modules]
-    if len(set(names)) < len(names):
-        raise ValueError("modules: two of them have the same name")
-    parameters = []
-    for name, owner, shape in frame.parameters:
-        if owner >= len(names) or math.prod(shape) > MAX_INTEGER:
+def _check(layout: Layout) -> None:
+    """Raise ValueError if the parts of a layout do not fit together, or are too large."""
+    modules, parameters = layout.modules, layout.parameters
+    names = {module.name for module in modules}
+    if len(names) < len(modules) or len(names) > _MAX_MODULES:
+        raise ValueError("modules: two of them have the same name, or there are too many")
+    texts = [text for m in modules for text in (m.name, m.type_name, m.forward, m.code)]
+    if max(map(len, (*texts, *(p.name for p in parameters))), default=0) > MAX_NAME:
+        raise ValueError("a name of the layout is too long")
+    for p in parameters:
+        if p.module_name not in names or len(p.shape) > 64 or min(p.shape, default=0) < 0:
             raise ValueError("parameters: the module or the shape of one is out of range")
-        parameters.append(Parameter(name=name, module_name=names[owner], shape=shape))
-    code = {
-        place: (forward, user_code)
-        for forward, user_code, places in frame.code
-        for place in places
-        if place < len(names)
-    }
-    modules = []
-    for place, (name, kind) in enumerate(frame.modules):
-        forward, user_code = code.get(place, ("", None))
-        modules.append(Module(name=name, type_name=kind, forward=forward, user_code=user_code))
-    return Layout(modules=tuple(modules), parameters=tuple(parameters))
+        if p.size > MAX_INTEGER:
+            raise ValueError("parameters: one of them is too large")

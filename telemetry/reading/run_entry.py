@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,12 +51,6 @@ def _status(end: End | None, silent_s: float, step_s: float) -> str:
 
 def _shortened(value: str | float | bool) -> str | float | bool:
     return value[:_MAX_TEXT] if isinstance(value, str) else value
-
-
-def differing(rows: Collection[Mapping[str, Any]]) -> list[str]:
-    """Return the hyperparameters that differ between rows; a missing one counts as a value."""
-    names = dict.fromkeys(name for row in rows for name in row["hparams"])
-    return [name for name in names if len({str(row["hparams"].get(name)) for row in rows}) > 1]
 
 
 def loss_summary(tag: str, data: Sequence[float]) -> dict[str, Any]:

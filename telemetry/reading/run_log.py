@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tensorboard.compat import tf
 
 from telemetry.events import framing
-from telemetry.events.message_pack import encode
 from telemetry.events.reading import read_frames
 from telemetry.events.run_log import (
     FORMAT,
@@ -29,7 +28,6 @@ from telemetry.events.run_log import (
     Logged,
     Norms,
     decode,
-    layout_of,
 )
 from telemetry.reading.sources import Problems
 from telemetry.records import Layout
@@ -67,7 +65,7 @@ class Part:
         return {tag: (s[s < self.end], v[s < self.end]) for tag, (s, v) in found.items()}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Norms and full steps of one layout in a part of a run; they are read when needed."""
 
@@ -109,10 +107,10 @@ class Segment:
 class LogFile:
     """One file; each :meth:`refresh` reads what has been added.
 
-    Files of a directory share ``layouts``, by their encoded content.
+    Files of a directory share equal ``layouts``.
     """
 
-    def __init__(self, path: str, problems: Problems, layouts: dict[bytes, Layout]) -> None:
+    def __init__(self, path: str, problems: Problems, layouts: dict[Layout, Layout]) -> None:
         self.path = self.local_path = path
         self.parts: list[Part] = []
         self._part: Part | None = None  # to which new frames belong
@@ -157,7 +155,8 @@ class LogFile:
             self._add_scalars(part, frame)
         elif kind is not Begin and self._has_room(kind, len(data)):
             if kind is LaidOut:
-                self._add_segment(part, frame)
+                layout = self._layouts.setdefault(frame.layout, frame.layout)
+                part.segments.append(Segment(self, part, layout, frame.statistics, frame.step))
             else:
                 part.kept[kind].append(frame)
 
@@ -174,20 +173,6 @@ class LogFile:
         else:
             self._part = Part(begin)
             self.parts.append(self._part)
-
-    def _add_segment(self, part: Part, frame: LaidOut) -> None:
-        key = encode((frame.modules, frame.parameters, frame.code))
-        if key not in self._layouts:
-            self._layouts[key] = layout_of(frame)
-        part.segments.append(
-            Segment(
-                file=self,
-                part=part,
-                layout=self._layouts[key],
-                statistics=frame.statistics,
-                first=frame.step,
-            )
-        )
 
     def _has_room(self, kind: type[Frame], size: int) -> bool:
         self._kept_bytes[kind] += size + _FRAME_BYTES
@@ -247,7 +232,7 @@ class RunDirectory:
         self.problems = problems or Problems()
         self.runs: dict[str, list[Part]] = {}
         self._files: dict[str, LogFile] = {}
-        self._layouts: dict[bytes, Layout] = {}
+        self._layouts: dict[Layout, Layout] = {}
         self.refresh()
 
     def refresh(self) -> None:
