@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -159,32 +160,22 @@ def _first_difference(found: Comparison) -> str:
 
 
 def _data(run: RunData, run_count: int) -> dict[str, Any]:
-    matrices = {}
-    for statistic in PAGE_STATISTICS:
-        matrix = run.matrix(statistic.name, WHOLE, LIMIT)
-        matrices[statistic.name] = _packed(payloads.matrix(matrix))
-    layers = _layers_in_detail(run)
-    images = {layer.name: _images(run, layer) for layer in layers}
-    tags = run.source.tags("histograms")
+    layers, tags = _layers_in_detail(run), run.source.tags("histograms")
+    matrices = {s.name: run.matrix(s.name, WHOLE, LIMIT) for s in PAGE_STATISTICS}
+    images = {layer.name: found for layer in layers if (found := _images(run, layer))}
     steps = sorted({alert.step for alert in run.alerts})[:MAX_ALERTS]
     return {
         "overview": payloads.overview(run),
         "onsets": {step: payloads.onsets(run, step) for step in steps},
-        "matrices": matrices,
+        "matrices": {name: _packed(payloads.matrix(matrix)) for name, matrix in matrices.items()},
         "scalars": _packed(payloads.scalars(run)),
         "histograms": {
             layer.name: _packed(payloads.histograms(run.source, layer))
             for layer in layers
             if histogram_tags(layer, tags)
         },
-        "images": {layer: found for layer, found in images.items() if found},
-        "pictures": dict(
-            _pictures(
-                run,
-                [item for found in images.values() for item in found],
-                MAX_PICTURES_BYTES // run_count,
-            )
-        ),
+        "images": images,
+        "pictures": dict(_pictures(run, chain(*images.values()), MAX_PICTURES_BYTES // run_count)),
     }
 
 
