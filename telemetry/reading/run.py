@@ -272,8 +272,8 @@ def open_run(log_dir: Path, *, needs_log: bool = True) -> RunData:
             raise FileNotFoundError(f"{path} holds no run {run}")
         if not files_of_run(path):
             raise FileNotFoundError(f"neither a run log nor event files in {path}")
-        if found.unreadable:
-            raise ValueError(found.unreadable)
+        if problem := next(iter(found.directory.problems), ""):
+            raise ValueError(problem)
         if needs_log:
             raise NoTelemetryError(path)
         found.directory.problems.add("layers and alerts", "there is no run log, telemetry.*.runlog")

@@ -56,9 +56,9 @@ def histograms(rows: Rows) -> Charts:
     row_ends = np.cumsum(rows.bucket_count)
     filled = rows.bucket_count > 0
     # Charts have float32: extremes of float64 tensors are clipped, and counts above 2**24 rounded.
-    low, high = np.clip([rows.min[filled], rows.max[filled]], -FLOAT32_MAX, FLOAT32_MAX)
+    span = np.clip([rows.min, rows.max], -FLOAT32_MAX, FLOAT32_MAX)
     left, right = _limits(rows)
-    starts = _starts(rows, left, right)
+    starts = _starts(rows, span, left, right)
     ends = np.searchsorted(starts, row_ends)
     counts = np.add.reduceat(rows.counts, starts) if len(starts) else rows.counts
     left, right = left[starts], right[np.append(starts[1:], len(right))[: len(starts)] - 1]
@@ -74,8 +74,8 @@ def histograms(rows: Rows) -> Charts:
     charts[:, 2] = counts.take(source)
     charts[gaps, 0], charts[gaps, 1], charts[gaps, 2] = charts[gaps - 1, 1], charts[gaps + 1, 0], 0
     ends = ends + np.searchsorted(behind, ends)
-    charts[ends[filled] - 1, 1] = high
-    charts[np.concatenate([[0], ends[:-1]])[filled], 0] = low
+    charts[ends[filled] - 1, 1] = span[1, filled]
+    charts[np.concatenate([[0], ends[:-1]])[filled], 0] = span[0, filled]
     return charts, ends.tolist()
 
 
@@ -87,12 +87,17 @@ def _limits(rows: Rows) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return np.where(buckets > 0, near, -far), np.where(buckets < 0, -near, far)
 
 
-def _starts(rows: Rows, left: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.intp]:
+def _starts(
+    rows: Rows,
+    span: NDArray[np.float64],
+    left: NDArray[np.float32],
+    right: NDArray[np.float32],
+) -> NDArray[np.intp]:
     """Return the places of the measured buckets that begin a bucket of a histogram."""
     which = np.arange(len(rows)).repeat(rows.bucket_count)
     first = (np.cumsum(rows.bucket_count) - rows.bucket_count)[which]
-    low, high = (x.astype(np.float64)[which] for x in (rows.min, rows.max))
-    with np.errstate(all="ignore"):  # an empty range, or one beyond float64
+    low, high = span[:, which]
+    with np.errstate(all="ignore"):  # an empty range
         middle = (np.clip(left, low, high) + np.clip(right, low, high)) / 2
         of_range = np.nan_to_num((middle - low) / (high - low))
         below = np.cumsum(rows.counts) - rows.counts / 2
