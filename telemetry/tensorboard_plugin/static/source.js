@@ -10,7 +10,6 @@ export class Source {
   runs = () => this.json("runs");
   onsets = (run, step) => this.json("onsets", { run, step });
   images = (run, layer) => this.json("images", { run, layer });
-
   overview = (run) => this.json("run", { run });
 
   /** The field of one statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`. */

@@ -206,17 +206,21 @@ def test_the_page_requests_no_other_host(page: TelemetryPage) -> None:
     assert all(url.startswith((page.address, "data:", "about:")) for url in requested)
 
 
-def test_an_empty_page_shows_a_message(page: TelemetryPage) -> None:
-    runs = "**/plugin/telemetry/runs"
-    page.page.route(runs, lambda request: request.fulfill(body="[]"))
-    page.open(ready="empty")
-    assert "No run with telemetry yet" in page.locator(".message").inner_text()
+def test_an_error_of_the_server_is_shown(page: TelemetryPage) -> None:
+    newer = {"error": "the run log has format 9"}
+    page.page.route(
+        "**/plugin/telemetry/run?*", lambda request: request.fulfill(status=404, json=newer)
+    )
+    page.open(ready="error")
+    assert newer["error"] in page.locator(".message").inner_text()
+    page.errors.clear()  # the browser itself complains about the status
 
 
 def test_an_empty_page_fills_when_data_arrives(page: TelemetryPage) -> None:
     runs = "**/plugin/telemetry/runs"
     page.page.route(runs, lambda request: request.fulfill(body="[]"))
     page.open(ready="empty")
+    assert "No run with telemetry yet" in page.locator(".message").inner_text()
     page.page.unroute(runs)
     page.wait()
     page.locator(".panel[data-steps]").wait_for()
