@@ -207,12 +207,12 @@ def test_the_page_requests_no_other_host(page: TelemetryPage) -> None:
 
 
 def test_an_error_of_the_server_is_shown(page: TelemetryPage) -> None:
-    unreadable = {"error": "the run log has format 9"}
+    newer = {"error": "the run log has format 9"}
     page.page.route(
-        "**/plugin/telemetry/run?*", lambda request: request.fulfill(status=404, json=unreadable)
+        "**/plugin/telemetry/run?*", lambda request: request.fulfill(status=404, json=newer)
     )
     page.open(ready="error")
-    assert unreadable["error"] in page.locator(".message").inner_text()
+    assert newer["error"] in page.locator(".message").inner_text()
     page.errors.clear()  # the browser itself complains about the status
 
 
