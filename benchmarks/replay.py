@@ -266,11 +266,7 @@ class Recorded:
         finite = fields["grad_finite"].all()
         some = TUPLES if full else ("learning_rates", *(() if finite else BROKEN))
         fields |= {name: tuple(step[name]) for name in some}
-        detail = self._detail(step) if full else {}
-        before = detail.pop("total_grad_norm_before_clipping", None)
-        record = StepRecord(**fields, **detail)
-        record.total_grad_norm_before_clipping = before
-        return record
+        return StepRecord(**fields, **(self._detail(step) if full else {}))
 
     def _detail(self, step: Mapping[str, Any]) -> dict[str, Any]:
         arrays, some = self._arrays, step["parameters"]
@@ -278,6 +274,8 @@ class Recorded:
         names = [parameter.name for parameter in step["layout"].parameters]
         ratios = zip(names, arrays["ratios"][some].tolist(), strict=True)
         detail |= {name: step[name] for name in FULL_FACTS} | {field: {} for field in TENSORS}
+        before = detail.pop("total_grad_norm_before_clipping")  # the norms have this total
+        detail["grad_norms_before_clipping"] = np.array([before][: before is not None], np.float64)
         detail["update_ratios"] = dict(compress(ratios, arrays["has_ratio"][some]))
         for row in step["tensors"]:
             kind, name, place = arrays["tensors"][:3, row].tolist()
