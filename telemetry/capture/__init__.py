@@ -5,9 +5,9 @@ loop begins and ends each :class:`~step.Step`, a full one with its :mod:`forward
 :mod:`backward` passes, and delivers it; the worker resolves it, which turns what was read into a
 record. :mod:`optimizers` says which optimizer ends a step.
 
-:mod:`observations` measures the tensors of a step, :mod:`norms` takes norms of :mod:`parameters`,
-:mod:`copies` holds other values, and :mod:`nested` finds tensors in containers. :mod:`modules`
-installs the hooks of modules and :mod:`layouts` describes them. :mod:`schedule` and :mod:`account`
+:mod:`observations` measures the tensors of a step and copies other values, :mod:`norms` takes norms
+of :mod:`parameters`, and :mod:`nested` finds tensors in containers. :mod:`modules` installs the
+hooks of modules and :mod:`layouts` describes them. :mod:`schedule` and :mod:`account`
 decide what a step measures, and :mod:`missed_steps` and
 :mod:`missing_modules` explain why something is not recorded.
 """

@@ -12,7 +12,6 @@ from torch import nn
 
 from telemetry.capture.account import Stopwatch
 from telemetry.capture.missed_steps import MissedSteps
-from telemetry.capture.norms import GradientReader
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.scaler import SkippedSteps
 from telemetry.failures import Failures
@@ -53,6 +52,7 @@ class Context:
             other has none.
         output_grads: Whether gradients with respect to outputs are observed, too.
         thread: Thread whose forward passes belong to the step in progress; None: not known yet.
+        scales_loss: Whether a ``GradScaler`` has been seen.
         ranks: Observer of the other ranks; None: a single rank, or not known yet.
         clipped_fraction, skipped_steps: Counts over all steps of the run, of the worker.
     """
@@ -69,12 +69,12 @@ class Context:
         self.model = weakref.ref(model)
         self.selection, self.content, self.guard = selection, content, guard
         self.table = ParameterTable(model, selection)
-        self.reader = GradientReader(self.table)
         self.missed = MissedSteps()
         self.compiled_autograd = CompiledAutograd()
         self.step = first_step
         self.training = self.in_phase = self.armed = self.output_grads = False
         self.thread: int | None = None
+        self.scales_loss = False
         self.ranks: RankObserver | None = None
         self.clipped_fraction = ClippedFraction()
         self.skipped_steps = SkippedSteps()

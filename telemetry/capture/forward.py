@@ -11,7 +11,6 @@ from torch import Tensor
 
 from telemetry.capture.backward import BackwardPasses
 from telemetry.capture.context import Context
-from telemetry.capture.copies import Copies
 from telemetry.capture.experts import ExpertLoads
 from telemetry.capture.hooks import ForwardHook, Inert, ResultHook
 from telemetry.capture.nested import tensors_in
@@ -65,7 +64,6 @@ class ForwardPasses:
         self,
         context: Context,
         observations: Observations,
-        copies: Copies,
         notes: RankNotes,
         backward: BackwardPasses | None,
     ) -> None:
@@ -74,7 +72,7 @@ class ForwardPasses:
         self.loads = ExpertLoads()
         self.function = ""
         self._context, self._content = context, context.content
-        self._observations, self._copies, self._notes = observations, copies, notes
+        self._observations, self._notes = observations, notes
         self._backward = backward
         # Whether the next watched module receives its arguments from outside.
         self._awaits_input = True
@@ -145,7 +143,7 @@ class ForwardPasses:
             if id(tensor) in self._given or is_being_traced(tensor):
                 continue
             self._given.add(id(tensor))
-            fingerprints = self._copies.of("fingerprints")
+            fingerprints = self._observations.copies("fingerprints")
             if len(fingerprints) < _FINGERPRINTS:
                 fingerprints += map(HostCopy, fingerprint(local(tensor.detach())))
             if tensor.dtype in _DISCRETE:
@@ -189,7 +187,7 @@ class ForwardPasses:
         enable_gqa: bool = False,
     ) -> None:
         """Measure a call of ``scaled_dot_product_attention`` by a module of this name."""
-        calls = self._copies.of("attention", name)
+        calls = self._observations.copies("attention", name)
         if len(calls) >= _ATTENTION_CALLS or is_being_traced(query):
             return
         mask = None if attn_mask is None else local(attn_mask)
@@ -215,8 +213,8 @@ class ForwardPasses:
             return
         if hook.pictured:
             maps = map(images.sample_feature_maps, outputs)
-            self._copies.take_picture("feature_maps", hook.name, maps)
-        self._copies.take_picture("input", None, map(images.sample_inputs, given))
+            self._observations.take_picture("feature_maps", hook.name, maps)
+        self._observations.take_picture("input", None, map(images.sample_inputs, given))
 
     def take_filters(self) -> None:
         """Sample the filters of the first convolution, before the optimizer changes them."""
@@ -224,7 +222,7 @@ class ForwardPasses:
         if self._convolution is not None and module is not None:
             weight: Any = module.weight
             filters = map(images.sample_filters, [local(weight.detach())])
-            self._copies.take_picture("filters", self._convolution.name, filters)
+            self._observations.take_picture("filters", self._convolution.name, filters)
 
 
 def _channels_of(tensor: Tensor) -> Sequence[Tensor]:

@@ -106,7 +106,6 @@ class Loop:
             return
         _HOOKS.add(self)
         self._turns.forget()
-        self._context.table.forget_optimizers()
         self._schedule.account.restart()
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
@@ -120,7 +119,6 @@ class Loop:
         self.clock.stop()
         _HOOKS.remove(id(self))
         self._turns.forget()
-        self._context.reader.stop()
         self.attached = False
         self._remove_hooks()
 
@@ -300,7 +298,7 @@ class Loop:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Read the gradients before an optimizer steps; return other arguments for it, or None."""
         turns = self._turns
-        if not self._context.table.are_stepped_by(optimizer):
+        if not self._context.table.held_by(optimizer).indices:
             return None
         if turns.is_inner(optimizer):
             turns.leave_to_caller(optimizer)
@@ -321,7 +319,7 @@ class Loop:
         """Read the final gradients; ``repeats``: until the step ends, passes only repeat."""
         self.clock.lap(APART)
         self._note_mode()
-        if self._takes_norms() and not self._step.read_at_once(optimizer):
+        if self._takes_norms():
             self._step.before_step(optimizer)
         if repeats:
             self._context.observe(training=False)
@@ -330,7 +328,7 @@ class Loop:
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Read the parameters after an optimizer has stepped, and end the step if it is over."""
         turns, context, step = self._turns, self._context, self._step
-        if not context.table.are_stepped_by(optimizer):
+        if not context.table.held_by(optimizer).indices:
             context.missed.other_steps += 1
             self.clock.restart_wait()
             return
@@ -342,9 +340,6 @@ class Loop:
         step.after_step(optimizer)
         if isinstance(step, FullStep):
             context.observe(training=not step.backward.over)
-        again, reader = step.full, context.reader
-        if (again or not reader.reads(optimizer)) and turns.is_only(optimizer):
-            reader.prepare(optimizer, again=again)
         if not turns.end(optimizer, step.held):
             self.clock.wait()
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -12,13 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telemetry.capture.parameters import Indexed, ParameterTable, plain
+from telemetry.capture.parameters import Held, Indexed, plain
 from telemetry.measure import block_sample, native
 from telemetry.measure import device as accelerators
 from telemetry.measure.native import TENSORS
-from telemetry.records import Parameter
 from telemetry.records.sketch import SAMPLE_ELEMENTS
-from telemetry.torch_private import calling_scaler, in_function_mode, norms_of
+from telemetry.torch_private import in_function_mode, norms_of
 from telemetry.torch_private.host_copy import HostCopy
 
 if native.available:
@@ -29,7 +27,6 @@ OVERFLOW = math.sqrt(torch.finfo(torch.float32).max)
 
 _OVERFLOWING = (torch.float32, torch.bfloat16)
 _ABSENT = -1.0  # instead of the norm of a missing gradient
-_SCALER_CHECK_STEPS = 8  # the call stack is searched for a ``GradScaler`` once in so many steps
 
 
 class Norms:
@@ -114,76 +111,23 @@ def unscales_itself(optimizer: Optimizer | None) -> bool:
     return getattr(optimizer, "grad_scale", None) is not None
 
 
-class GradientReader:
-    """Reads the gradients that the only optimizer is about to use, by one call of the C extension.
+def norms_at_once(optimizer: Optimizer, held: Held) -> tuple[list[float], Norms] | None:
+    """Return learning rates and gradient norms of an optimizer by one call of the C extension.
 
-    It refuses gradients that are not finite, on an accelerator, sparse or of a tensor subclass,
-    learning rates that are tensors, and steps of a ``GradScaler``.
-
-    Attributes:
-        held: Indices of the parameters that the optimizer has.
+    The norm of a missing gradient is negative. None where a gradient is not finite, on an
+    accelerator, sparse or of a tensor subclass, a learning rate is a tensor, or the optimizer holds
+    other parameters now.
     """
-
-    def __init__(self, table: ParameterTable) -> None:
-        self._table = table
-        self._optimizer: weakref.ref[Optimizer] | None = None
-        self._parameters: tuple[Parameter, ...] = ()
-        self._indices: NDArray[np.intp] = np.arange(0)
-        self.held: set[int] = set()
-        self._identities = b""
-        self._row, self._address = np.empty(0), 0  # of rates and norms, which the call fills
-        self._is_refused = False
-        self._since_check = 0  # steps since the call stack was searched for a scaler
-
-    def prepare(self, optimizer: Optimizer, *, again: bool) -> None:
-        """Read the steps of this optimizer from now on.
-
-        ``again``: read its parameters again, and retry even if reading has failed before.
-        """
-        self._is_refused &= not again
-        if TENSORS is not None and not self._is_refused:
-            self._optimizer = weakref.ref(optimizer)
-            self._parameters = self._table.parameters
-            self._indices = np.arange(len(self._parameters))
-            self.held = {index for index, _ in self._table.of(optimizer)}
-            self._identities = self._table.identities_of(optimizer)
-
-    def stop(self) -> None:
-        """Read nothing until the next :meth:`prepare`."""
-        self._optimizer = None
-
-    def reads(self, optimizer: Optimizer) -> bool:
-        """Whether the steps of this optimizer are read."""
-        return self._optimizer is not None and self._optimizer() is optimizer
-
-    def read(self, optimizer: Optimizer) -> tuple[Sequence[float], Norms] | None:
-        """Return the learning rates of a step, and a norm for each parameter of the model.
-
-        The norm of a missing gradient is negative. None if they cannot be read.
-        """
-        if not self.reads(optimizer) or self._parameters is not self._table.parameters:
-            return None
-        # The search takes about the time of reading gradients. A scaler that is missed leaves the
-        # gradients unscaled, unless the optimizer is to divide by its factor.
-        if self._since_check == 0 and calling_scaler() is not None:
-            return None
-        if unscales_itself(optimizer) or in_function_mode():
-            return None
-        groups = optimizer.param_groups
-        size = len(groups) + len(self._indices)
-        if len(self._row) != size:
-            self._row = np.empty(size)
-            self._address = self._row.ctypes.data
-        self._row.fill(_ABSENT)
-        square = _native.take_norms(groups, self._identities, Tensor, TENSORS, self._address)
-        self._since_check = (self._since_check + 1) % _SCALER_CHECK_STEPS
-        if square == -1.0:
-            self.stop()
-            self._is_refused = True
-        if not 0 <= square < math.inf:
-            return None
-        norms = Norms(self._indices, self._row[len(groups) :].copy(), square)
-        return self._row[: len(groups)].tolist(), norms
+    groups, row = optimizer.param_groups, held.row
+    is_known = TENSORS is not None and len(groups) == held.groups
+    if not is_known or unscales_itself(optimizer) or in_function_mode():
+        return None
+    row.fill(_ABSENT)
+    square = _native.take_norms(groups, held.identities, Tensor, TENSORS, held.address)
+    if not 0 <= square < math.inf:
+        return None
+    norms = row[held.groups :].copy()
+    return row[: held.groups].tolist(), Norms(np.arange(len(norms)), norms, square)
 
 
 # --- updates --------------------------------------------------------------------------------------

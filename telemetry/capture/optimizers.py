@@ -64,7 +64,7 @@ class Turns:
 
     def is_only(self, optimizer: Optimizer) -> bool:
         """Whether no other optimizer has stepped."""
-        return list(self._met) == [optimizer]
+        return len(self._met) == 1 and optimizer in self._met
 
     def is_inner(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer calls this one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +21,26 @@ Indexed: TypeAlias = Sequence[tuple[int, Tensor]]
 """Parameters, or tensors of parameters, each with the index of its parameter."""
 
 
+class Held:
+    """The model's parameters that an optimizer holds.
+
+    Attributes:
+        number: Number of all parameters of the optimizer; and ``groups`` that of its groups.
+        indices: Indices of the model's among them.
+        identities: Address and index, or -1, of each of all; int64.
+        row: Memory for a rate of each group and a norm of each of the model's parameters; and
+            ``address`` where it begins.
+    """
+
+    def __init__(self, optimizer: Optimizer, index_of: Mapping[int, int]) -> None:
+        pairs = [(id(p), index_of.get(id(p), -1)) for p in parameters_of(optimizer)]
+        self.number, self.groups = len(pairs), len(optimizer.param_groups)
+        self.indices = frozenset([index for _, index in pairs if index >= 0])
+        self.identities = np.array(pairs, np.int64).tobytes()
+        self.row = np.empty(self.groups + len(index_of))
+        self.address = self.row.ctypes.data
+
+
 class ParameterTable:
     """The model's parameters in the order of ``named_parameters()``, known by identity.
 
@@ -34,9 +54,7 @@ class ParameterTable:
         self._index_of: dict[int, int] = {}
         self._names: list[str] = []
         self._any_lazy = False
-        # Optimizers with parameters that are not the model's: the number of their parameters.
-        self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._latest: weakref.ref[Optimizer] | None = None  # that has any of the model's
+        self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
         self.parameters: tuple[Parameter, ...] = ()
         self.device = _CPU  # of the first parameter
         self.refresh()
@@ -58,37 +76,22 @@ class ParameterTable:
         self._index_of, self._names = index_of, names
         self._any_lazy = any(map(is_lazy, named.values()))
         self.parameters = (*_described(model, named, self._selection.parameters(model)),)
-        self.forget_optimizers()
+        self._held.clear()
         return True
 
-    def forget_optimizers(self) -> None:
-        """Check every optimizer's parameters again."""
-        self._foreign.clear()
-        self._latest = None
+    def held_by(self, optimizer: Optimizer) -> Held:
+        """Return which parameters an optimizer holds, read again if it has more than before.
 
-    def are_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has any parameter of the model."""
-        if self._latest is not None and self._latest() is optimizer:
-            return True
-        if self._any_of(optimizer):
-            self._latest = weakref.ref(optimizer)
-            return True
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._foreign.get(optimizer) == count:
-            return False
-        # The model's parameters may have been replaced since.
-        if self.refresh() and self._any_of(optimizer):
-            return True
-        self._foreign[optimizer] = count
-        return False
-
-    def lacks(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has unknown parameters that were added since the last call."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._foreign.get(optimizer) == count or len(self.of(optimizer)) == count:
-            return False
-        self._foreign[optimizer] = count
-        return True
+        Where it holds others than the model's, the model's may have been replaced.
+        """
+        number = sum([len(group["params"]) for group in optimizer.param_groups])
+        held = self._held.get(optimizer)
+        if held is None or held.number != number:
+            held = Held(optimizer, self._index_of)
+            if len(held.indices) < number and self.refresh():
+                held = Held(optimizer, self._index_of)
+            self._held[optimizer] = held
+        return held
 
     @undisturbed(always=True)
     def all_among(self, stepped: Collection[int]) -> bool:
@@ -119,20 +122,10 @@ class ParameterTable:
             if id(p) in self._index_of
         }
 
-    def identities_of(self, optimizer: Optimizer) -> bytes:
-        """Return the address and the index, or -1, of each of the optimizer's parameters; int64."""
-        parameters = map(id, parameters_of(optimizer))
-        pairs = [(address, self._index_of.get(address, -1)) for address in parameters]
-        return np.array(pairs, np.int64).tobytes()
-
     def grads_of(self, parameters: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
         """Return the gradients of the parameters that are the model's, each with its index."""
         indexed = [(self._index_of.get(id(p)), p.grad) for p in parameters]
         return [(i, grad) for i, grad in indexed if i is not None and grad is not None]
-
-    def _any_of(self, optimizer: Optimizer) -> bool:
-        index_of = self._index_of
-        return any(id(p) in index_of for group in optimizer.param_groups for p in group["params"])
 
 
 def _described(

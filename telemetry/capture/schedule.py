@@ -118,7 +118,8 @@ class Schedule:
         elif self._plan == "skip" and step <= self._dense_until:
             self._plan = self._norms(step)
         # By default a full step is not charged, and has too many blocks to time them for nothing.
-        self.account.stopwatch.is_on = self._is_limited or self._plan == "norms"
+        is_charged = self._plan == "norms" and not self.takes_all_norms
+        self.account.stopwatch.is_on = self._is_limited or is_charged
         return self._plan
 
     def _has_full(self, step: int) -> bool:

@@ -28,14 +28,14 @@ Change = Callable[[int, nn.Sequential, Optimizer], object]
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that one native call has read."""
     steps: list[int] = []
-    read_at_once = Step.read_at_once
+    read_at_once = Step._read_at_once
 
     def spy(step: Step, optimizer: Optimizer) -> Any:
         if (is_read := read_at_once(step, optimizer)) and step.step not in steps:
             steps.append(step.step)
         return is_read
 
-    monkeypatch.setattr(Step, "read_at_once", spy)
+    monkeypatch.setattr(Step, "_read_at_once", spy)
     return steps
 
 
