@@ -3,13 +3,12 @@
 PyTorch calls the hooks (:mod:`hooks`), which call the :mod:`loop`; they share a :mod:`context`. The
 loop begins and ends each :class:`~step.Step`, a full one with its :mod:`forward` and
 :mod:`backward` passes, and delivers it; the worker resolves it, which turns what was read into a
-record. :mod:`optimizers` says which optimizer ends a step.
+record. :mod:`optimizers` says which optimizer ends a step, and why none does.
 
-:mod:`observations` measures the tensors of a step and copies other values, :mod:`norms` takes norms
-of :mod:`parameters`, and :mod:`nested` finds tensors in containers. :mod:`modules` installs the
-hooks of modules and :mod:`layouts` describes them. :mod:`schedule` and :mod:`account`
-decide what a step measures, and :mod:`missed_steps` and
-:mod:`missing_modules` explain why something is not recorded.
+:mod:`observations` measures the tensors of a step and copies other values, and :mod:`norms` takes
+norms of :mod:`parameters`. :mod:`modules` installs the :mod:`hooks` of modules and :mod:`layouts`
+describes them. :mod:`schedule` decides what a step measures, and :mod:`missing_modules` explains
+why something is not recorded.
 """
 
 from telemetry.capture.context import Content as Content

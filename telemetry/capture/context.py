@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
+from torch.optim import Optimizer
 
-from telemetry.capture.account import Stopwatch
-from telemetry.capture.missed_steps import MissedSteps
+from telemetry.capture.optimizers import MissedSteps, Turns
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.scaler import SkippedSteps
+from telemetry.capture.schedule import Stopwatch
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
 from telemetry.records.step import ClippedFraction
@@ -65,10 +66,12 @@ class Context:
         content: Content,
         guard: Guard,
         first_step: int,
+        primary: Optimizer | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.selection, self.content, self.guard = selection, content, guard
         self.table = ParameterTable(model, selection)
+        self.turns = Turns(self.table, primary)
         self.missed = MissedSteps()
         self.compiled_autograd = CompiledAutograd()
         self.step = first_step

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from telemetry.capture.backward import BackwardPasses
 from telemetry.capture.context import Context
-from telemetry.capture.experts import ExpertLoads
-from telemetry.capture.hooks import ForwardHook, Inert, ResultHook
-from telemetry.capture.nested import tensors_in
+from telemetry.capture.experts import Loads, add_tokens
+from telemetry.capture.hooks import ForwardHook, Inert, ResultHook, tensors_in
 from telemetry.capture.observations import Observations
 from telemetry.capture.parameters import PLAIN, local, plain
 from telemetry.measure import fingerprint, images
@@ -55,7 +54,7 @@ class ForwardPasses:
     Attributes:
         examples: Length of the model's first input tensor, summed over its calls.
         order: Names of the watched modules in the order of their first call.
-        loads: Numbers of tokens of each expert.
+        loads: Numbers of tokens of each expert, by the names of routers.
         function: Function that computed what the model returned, named like its module; empty if
             it is not known, or a watched module did.
     """
@@ -69,7 +68,7 @@ class ForwardPasses:
     ) -> None:
         self.examples = 0
         self.order: dict[str, None] = {}
-        self.loads = ExpertLoads()
+        self.loads: dict[str, Loads] = {}
         self.function = ""
         self._context, self._content = context, context.content
         self._observations, self._notes = observations, notes
@@ -159,7 +158,8 @@ class ForwardPasses:
         if not self._content.activations:
             return
         if hook.router is not None:
-            self.loads.add(hook.name, hook.router, local(tensor), place)
+            loads = self.loads.setdefault(hook.name, {})
+            add_tokens(loads, hook.router, local(tensor), place)
         if tensor.dtype in _DISCRETE:
             return
         output, axis = Output(hook.name, place) if place else hook.output, None

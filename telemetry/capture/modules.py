@@ -13,8 +13,8 @@ from telemetry.capture.attention import AttentionMode
 from telemetry.capture.context import Context
 from telemetry.capture.experts import routers
 from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook, ResultHook
-from telemetry.capture.missed_steps import NEVER_RAN
 from telemetry.capture.missing_modules import missing_modules, unregistered_modules
+from telemetry.capture.optimizers import NEVER_RAN
 from telemetry.capture.step import FullStep, Step
 from telemetry.selection import cleaned, evenly, owners
 from telemetry.torch_private import undisturbed

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from telemetry.measure.tensors import values_of
 from telemetry.records import Parameter
 from telemetry.selection import Selection, clean_name, cleaned
 from telemetry.torch_private import undisturbed
@@ -186,22 +187,15 @@ def plain(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
 
 
 def _made_plain(tensor: Tensor) -> Tensor | None:
-    if tensor.is_nested or is_lazy(tensor):
+    values = None if is_lazy(tensor) else values_of(local(tensor.detach()), None)
+    if values is None:
         return None
-    tensor = local(tensor.detach())
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None  # a wrapper without values, such as a FakeTensor
-    if tensor.is_sparse:
-        if not (tensor.is_cpu or tensor.is_coalesced()):
-            return None  # coalescing would wait for the device
-        tensor = tensor.coalesce().values()
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point():
+    stored = values.tensor
+    if stored.is_complex():
+        stored = torch.view_as_real(stored.resolve_conj())
+    if not stored.is_floating_point():
         return None
-    return tensor if tensor.dtype in _NORMED else tensor.to(torch.float32)
+    return stored if stored.dtype in _NORMED else stored.to(torch.float32)
 
 
 _CPU = torch.device("cpu")

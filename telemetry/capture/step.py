@@ -31,7 +31,6 @@ from telemetry.capture.norms import (
     unscales_itself,
 )
 from telemetry.capture.observations import Kind, Observations
-from telemetry.capture.optimizers import Turns
 from telemetry.capture.parameters import Indexed
 from telemetry.capture.scaler import ScalerReading, read_scaler
 from telemetry.ranks.topology import RankNotes
@@ -67,7 +66,7 @@ class Step:
 
     full = False
 
-    def __init__(self, context: Context, turns: Turns) -> None:
+    def __init__(self, context: Context) -> None:
         self.guard = context.guard
         self.step, self.phase = context.step, ""
         self.wall_time, self.eval_mode = 0.0, False
@@ -76,7 +75,7 @@ class Step:
         self.held: frozenset[int] = frozenset()
         self.laps: Laps | None = None
         self.notes = RankNotes()
-        self._context, self._turns = context, turns
+        self._context = context
         self._stepped: set[int] = set()  # identities of optimizers
         # Norms that each optimizer used at its first step, and whether they have a scaler's factor
         # that the optimizer takes off.
@@ -100,7 +99,7 @@ class Step:
     def _read_at_once(self, optimizer: Optimizer) -> bool:
         """Read the gradients of the only optimizer by one call of C; whether that is possible."""
         context, table = self._context, self._context.table
-        if self.full or table.device.type != "cpu" or not self._turns.is_only(optimizer):
+        if self.full or table.device.type != "cpu" or not self._context.turns.is_only(optimizer):
             return False
         # The search takes about the time of reading gradients. A scaler that is missed leaves them
         # unscaled, unless the optimizer is to divide by its factor.
@@ -124,7 +123,9 @@ class Step:
             self._refresh()
         self.parameters = self.parameters or table.parameters
         # Each counts once, though an optimizer may call another one that has it, too.
-        parameters = [(i, p) for i, p in self._turns.counted(optimizer) if i not in self.held]
+        parameters = [
+            (i, p) for i, p in self._context.turns.counted(optimizer) if i not in self.held
+        ]
         if not parameters:
             return
         if (scaler := calling_scaler()) is not None:
@@ -132,7 +133,7 @@ class Step:
             self._scaler = read_scaler(scaler, optimizer, self.step)
         # Of all optimizers, so that each keeps its place where one steps more rarely. The rates of
         # one that has stepped stay as they were: a schedule may have changed them since.
-        for other in self._turns.met(optimizer):
+        for other in self._context.turns.met(optimizer):
             if id(other) not in self._stepped:
                 self._rates[id(other)] = [_rate(group.get("lr")) for group in other.param_groups]
         self._read(optimizer, parameters)
@@ -199,7 +200,7 @@ class Step:
 
     def without_tensors(self) -> Step:
         """Return the step with its norms alone, to save memory."""
-        step = Step(self._context, self._turns)
+        step = Step(self._context)
         vars(step).update({name: vars(self)[name] for name in vars(step)})
         return step
 
@@ -277,8 +278,8 @@ class FullStep(Step):
 
     full = True
 
-    def __init__(self, context: Context, turns: Turns, phase: str = "") -> None:
-        super().__init__(context, turns)
+    def __init__(self, context: Context, phase: str = "") -> None:
+        super().__init__(context)
         self.phase = phase
         self.ran: set[object] = set()
         self.unchanged = False
@@ -324,7 +325,7 @@ class FullStep(Step):
         self._read_update(optimizer)
         if self._context.content.weights:
             # Not by its brackets: the optimizer's state is a defaultdict.
-            of = self._turns.counted(optimizer)
+            of = self._context.turns.counted(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}
             moments = [(i, s["exp_avg_sq"]) for i, s in states.items() if "exp_avg_sq" in s]
             self._moments.update(i for i, _ in moments)
@@ -404,8 +405,9 @@ class FullStep(Step):
         self._context.compiled_autograd.was_on()  # since it began; logged
         outside = {hook.name for hook in self.ran if isinstance(hook, ForwardHook)}
         self.backward.log_adjoints(self.forward.order, outside)
-        for name, load in self.forward.loads.best().items():
-            self._observations.copies("expert_loads", name).append(HostCopy(load))
+        for name, loads in self.forward.loads.items():
+            if loads:
+                self._observations.copies("expert_loads", name).append(HostCopy(loads[min(loads)]))
         self._observations.finish()
 
     def with_gradients(self) -> set[str]:
