@@ -105,13 +105,11 @@ class WatchedModules:
 
     def detach(self) -> None:
         """Remove all hooks; idempotent."""
-        self._observing = False
-        self._attention.leave()
+        self.stop()
         self._compilations.remove()
         self._modes.remove()
         self._set_aside.clear()
-        self._calls.remove()
-        for hook in (self._input_hook, *self._hooks.values()):
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks, self._by_identity = {}, {}
 

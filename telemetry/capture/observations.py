@@ -69,7 +69,7 @@ class Observations:
         self._failures = failures
         self._measurements = Measurements()
         self._added: list[Observation] = []  # of all backward passes
-        self._calls: Counter[tuple[Kind, Name]] = Counter()  # once there are many observations
+        self._calls: Counter[tuple[Kind, Name]] = Counter()
         # By the field of the record and the key in it; None: the field itself.
         self._copies: dict[tuple[str, str | None], list[HostCopy]] = {}
         self._counted: Counter[tuple[Kind, Name]] = Counter()  # calls that were not measured
@@ -91,7 +91,9 @@ class Observations:
         Of a DTensor, it measures the values in this process. The observation is added to ``into``,
         by default to :attr:`all`.
         """
-        if len(self._added) >= MANY_OBSERVATIONS and self._is_measured((kind, name)):
+        self._calls[kind, name] += 1
+        if len(self._added) >= MANY_OBSERVATIONS and self._calls[kind, name] > FEW_CALLS:
+            self._counted[kind, name] += 1
             return None
         values = [tensor if type(tensor) in PLAIN else local(tensor)]
         powers = _POWERS.get(kind, 2)
@@ -103,15 +105,6 @@ class Observations:
         self._added.append(observation)
         (self.all if into is None else into).append(observation)
         return observation
-
-    def _is_measured(self, key: tuple[Kind, Name]) -> bool:
-        """Whether enough calls of a tensor are measured; then this one is counted."""
-        if not self._calls:
-            self._calls.update((o.kind, o.name) for o in self._added)
-        self._calls[key] += 1
-        enough = self._calls[key] > FEW_CALLS
-        self._counted[key] += enough
-        return enough
 
     def add_parameters(
         self,
