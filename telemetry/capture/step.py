@@ -17,21 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telemetry.capture.backward import BackwardPasses
 from telemetry.capture.clock import Laps, usage_of
 from telemetry.capture.context import Context, guarded
-from telemetry.capture.forward import ForwardPasses
 from telemetry.capture.hooks import ForwardHook
-from telemetry.capture.norms import (
+from telemetry.capture.observations import Kind, Observations
+from telemetry.capture.parameters import (
     OVERFLOW,
+    Indexed,
     Norms,
     Updates,
     norms_at_once,
     take_norms,
     unscales_itself,
 )
-from telemetry.capture.observations import Kind, Observations
-from telemetry.capture.parameters import Indexed
+from telemetry.capture.passes import BackwardPasses, ForwardPasses
 from telemetry.capture.scaler import ScalerReading, read_scaler
 from telemetry.ranks.topology import RankNotes
 from telemetry.records import Layout, Parameter, StepRecord
