@@ -17,7 +17,6 @@ from telemetry.capture.scaler import SkippedSteps
 from telemetry.capture.schedule import Stopwatch
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
-from telemetry.records.step import ClippedFraction
 from telemetry.selection import Selection
 from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import CompiledAutograd
@@ -55,7 +54,7 @@ class Context:
         thread: Thread whose forward passes belong to the step in progress; None: not known yet.
         scales_loss: Whether a ``GradScaler`` has been seen.
         ranks: Observer of the other ranks; None: a single rank, or not known yet.
-        clipped_fraction, skipped_steps: Counts over all steps of the run, of the worker.
+        skipped_steps: Count over all steps of the run, of the worker.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Context:
         self.thread: int | None = None
         self.scales_loss = False
         self.ranks: RankObserver | None = None
-        self.clipped_fraction = ClippedFraction()
         self.skipped_steps = SkippedSteps()
 
     def observe(self, *, training: bool) -> None:
