@@ -302,6 +302,8 @@ class Loop:
         """Read the gradients before an optimizer steps; return other arguments for it, or None."""
         if not self._context.table.held_by(optimizer).indices:
             return None
+        if self._plan == "norms" and self._turns.has_raised(optimizer):
+            self._step = Step(self._context)  # a retry may have other gradients
         if self._turns.begin(optimizer):
             self._complete()
         # With a closure the gradients are stale until it has run: Lightning, LBFGS.

@@ -73,6 +73,10 @@ class Turns:
         # One whose step has raised is not running any more.
         return outer is not None and outer is not optimizer and is_called_by(outer)
 
+    def has_raised(self, optimizer: Optimizer) -> bool:
+        """Whether the only optimizer, which is about to step, has not ended its step before."""
+        return self.is_only(optimizer) and self._running == weakref.ref(optimizer)
+
     def counted(self, optimizer: Optimizer) -> Indexed:
         """Return the parameters for which this optimizer's step counts, each once.
 

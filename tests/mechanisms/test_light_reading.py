@@ -201,6 +201,24 @@ def test_a_step_that_was_skipped_and_is_retried_has_its_own_norms(
     np.testing.assert_allclose(run.records[2].grad_norms, norms, rtol=1e-5)
 
 
+def test_a_step_whose_optimizer_raised_has_the_norms_of_the_next_try() -> None:
+    model = net()
+    optimizer = sgd(model)
+    with capture_run(model, every_n_steps=100, rules=[]) as run:
+        for step in range(3):
+            model(torch.ones(4, 5)).sum().backward()
+            if step == 2:
+                optimizer.param_groups[0]["momentum"] = "planted"
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                optimizer.param_groups[0]["momentum"] = 0.9
+                model(torch.ones(4, 5)).sum().backward()
+            norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+    assert [record.step for record in run.records] == [0, 1, 2]
+    np.testing.assert_allclose(run.records[2].grad_norms, norms, rtol=1e-5)
+
+
 class Counting:
     seen = 0
 
