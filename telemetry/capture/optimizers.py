@@ -75,7 +75,7 @@ class Turns:
 
     def has_raised(self, optimizer: Optimizer) -> bool:
         """Whether the only optimizer, which is about to step, has not ended its step before."""
-        return self.is_only(optimizer) and self._running == weakref.ref(optimizer)
+        return self._running == weakref.ref(optimizer) and self.is_only(optimizer)
 
     def counted(self, optimizer: Optimizer) -> Indexed:
         """Return the parameters for which this optimizer's step counts, each once.

@@ -119,7 +119,7 @@ class Step:
         table = self._context.table
         # Parameters may have been replaced. Those of a step are known by their indices.
         if not self._stepped:
-            self._refresh()
+            self._refresh(optimizer)
         self.parameters = self.parameters or table.parameters
         # Each counts once, though an optimizer may call another one that has it, too.
         parameters = [
@@ -143,12 +143,17 @@ class Step:
     @guarded("to read the gradients")
     def step_by_hand(self) -> None:
         """Read gradients and parameters after a step without an optimizer."""
-        self._refresh()
+        self._refresh(None)
         self.parameters = self._context.table.parameters
         self._read(None, self._context.table.all())
 
-    def _refresh(self) -> None:
-        """Read the model's parameters again, in a full step."""
+    def _refresh(self, optimizer: Optimizer | None) -> None:
+        """Read the model's parameters again: in a full step, or if the optimizer lacks some."""
+        table = self._context.table
+        if optimizer is not None:
+            held = table.held_by(optimizer).indices
+            if len(table.of(optimizer)) < len(held):
+                table.refresh()
 
     def _read(self, optimizer: Optimizer | None, parameters: Indexed) -> None:
         """Take norms of all gradients; of parameters, too, if a gradient is not finite."""
@@ -330,7 +335,7 @@ class FullStep(Step):
             self._moments.update(i for i, _ in moments)
             self._observe("second_moments", moments)
 
-    def _refresh(self) -> None:
+    def _refresh(self, optimizer: Optimizer | None) -> None:
         if self._context.table.refresh():
             self.backward.before_clipping.clear()
 

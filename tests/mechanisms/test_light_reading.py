@@ -104,6 +104,13 @@ def unfreeze(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
         optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.02})
 
 
+def replace(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step == 3:
+        model[0], model[2] = nn.Linear(5, 300), nn.Linear(300, 3)
+        model(torch.ones(4, 5)).sum().backward()
+        optimizer.param_groups[0]["params"] = [*model.parameters()]
+
+
 def fail(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
     if step == 3:
         optimizer.param_groups[0]["momentum"] = "planted"
@@ -148,6 +155,7 @@ ALL = [*range(1, STEPS)]
         (nothing, in_dtype(torch.bfloat16), ALL),
         (nothing, in_dtype(torch.float16), ALL),
         (unfreeze, of_first_layer, [1, 2]),
+        (replace, sgd, [1, 2]),
         (unscale, partial(sgd, fused=True), [1, 2, 4, 5]),
         (spoil, sgd, [1, 2]),
         (stride, sgd, []),
