@@ -292,6 +292,7 @@ class FullStep(Step):
         self.forward = ForwardPasses(
             context, self._observations, self.notes, None if phase else self.backward
         )
+        self._at_begin: tuple[Parameter, ...] = ()  # parameters of the model
         self._versions: dict[int, int] = {}  # of the parameters, after the step before
         self._random_states: dict[str, bytes] = {}
         # Flags of the parameters: trainable, reached by a backward pass, held by an optimizer.
@@ -311,6 +312,7 @@ class FullStep(Step):
         """
         context, compiled = self._context, self._context.compiled_autograd.was_on()
         context.table.refresh()
+        self._at_begin = context.table.parameters
         parameters = context.table.all()
         if follows:
             self._versions = {
@@ -336,7 +338,9 @@ class FullStep(Step):
             self._observe("second_moments", moments)
 
     def _refresh(self, optimizer: Optimizer | None) -> None:
-        if self._context.table.refresh():
+        table = self._context.table
+        table.refresh()
+        if table.parameters is not self._at_begin:
             self.backward.before_clipping.clear()
 
     def _measure(
