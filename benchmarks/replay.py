@@ -56,7 +56,7 @@ from torch.optim import Optimizer
 from telemetry import Alert, Rule, StepRecord
 from telemetry.alerts import default_rules
 from telemetry.capture import Schedule
-from telemetry.capture.account import Account, Plan
+from telemetry.capture.schedule import Account, Plan
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline.judge import Judge
 from telemetry.plain_text import json_plain

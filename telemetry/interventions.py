@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from telemetry.capture.hooks import Inert
-from telemetry.capture.nested import map_tensors, tensors_in
+from telemetry.capture.hooks import Inert, map_tensors, tensors_in
 from telemetry.failures import Failures
 from telemetry.selection import Selectors, select_modules, select_parameters
 from telemetry.torch_private import (

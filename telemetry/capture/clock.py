@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,15 +69,13 @@ class LoopClock:
         self._is_known = False  # whether the entries are
         self._running = self._on = False
         self._part, self._since, self._began = APART, 0.0, 0.0
-        self._thread = self._calls = self._count = 0
+        self._thread = self._count = 0
         self._cpu_waits = CpuWaits()
         self._no_cpu_before = 0.0  # when the wait in progress began
         self._reset()
 
     def _reset(self) -> None:
-        self._seconds, self._marks = [0.0] * 6, list[tuple[int, torch.cuda.Event]]()
-        self._steps = self._tokens = self._calls = 0
-        self._no_cpu_s = 0.0
+        self._laps, self._calls = Laps(), 0
 
     # --- on and off -------------------------------------------------------------------------------
 
@@ -120,10 +119,10 @@ class LoopClock:
         if self._part == GAP:
             self._part = WAIT if part == FORWARD else OPTIMIZER
         if self._part == WAIT:
-            self._no_cpu_s += max(self._cpu_waits.seconds() - self._no_cpu_before, 0.0)
+            self._laps.no_cpu_s += max(self._cpu_waits.seconds() - self._no_cpu_before, 0.0)
         if self._device is None:
             now = perf_counter()
-            self._seconds[self._part] += now - self._since
+            self._laps.seconds[self._part] += now - self._since
             self._since = now
         else:
             self._mark(self._device)
@@ -158,18 +157,17 @@ class LoopClock:
             self._choose()
         self.lap(APART)
         if self._calls:
-            self._steps, self._calls = self._steps + 1, 0
+            self._laps.steps, self._calls = self._laps.steps + 1, 0
         else:
             self._reset()
 
     def take(self) -> Laps | None:
         """Hand over the times up to the end of this step; None: no step was measured."""
-        memory = None
+        laps = self._laps
         if self._device is not None and self._count % _MEMORY_EVERY == 0:
-            memory = device_memory(self._device)
-        if not self._steps and memory is None:
+            laps.memory = device_memory(self._device)
+        if not laps.steps and laps.memory is None:
             return None
-        laps = Laps(self._seconds, self._marks, self._steps, self._tokens, memory, self._no_cpu_s)
         self._reset()
         # The wait of the first step began before training.
         return laps if self._count > 1 else None
@@ -203,7 +201,7 @@ class LoopClock:
             if not torch.cuda.is_current_stream_capturing():
                 event = torch.cuda.Event(enable_timing=True, blocking=True)
                 event.record(torch.cuda.current_stream(device))
-                self._marks.append((self._part, event))
+                self._laps.marks.append((self._part, event))
                 return
         self._on = False
         self._reset()
@@ -228,7 +226,7 @@ class LoopClock:
         given = args or keywords_of_call().values()
         first = next((value for value in given if isinstance(value, Tensor)), None)
         if first is not None and first.dim() == 2 and first.dtype in _INDICES:
-            self._tokens += first.numel()
+            self._laps.tokens += first.numel()
 
     def backward_begins(self) -> None:
         """Begin a backward pass, which may be another model's."""
@@ -289,7 +287,8 @@ def _callable_parts(model: nn.Module) -> Iterable[nn.Module]:
 # --- from the training thread to the record -------------------------------------------------------
 
 
-class Laps(NamedTuple):
+@dataclass(kw_only=True, eq=False)
+class Laps:
     """Times of the measured steps since the last hand-over.
 
     Attributes:
@@ -300,11 +299,11 @@ class Laps(NamedTuple):
         no_cpu_s: Seconds of the waits for which the thread was ready, but others had the CPUs.
     """
 
-    seconds: list[float]
-    marks: list[tuple[int, torch.cuda.Event]]
-    steps: int
-    tokens: int
-    memory: tuple[int, int] | None
+    seconds: list[float] = field(default_factory=lambda: [0.0] * 6)
+    marks: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)
+    steps: int = 0
+    tokens: int = 0
+    memory: tuple[int, int] | None = None
     no_cpu_s: float = 0.0
 
     def usage(self) -> dict[str, float]:

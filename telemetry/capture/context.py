@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import nn
+from torch.optim import Optimizer
 
-from telemetry.capture.account import Stopwatch
-from telemetry.capture.missed_steps import MissedSteps
-from telemetry.capture.norms import GradientReader
+from telemetry.capture.optimizers import MissedSteps, Turns
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.scaler import SkippedSteps
+from telemetry.capture.schedule import Stopwatch
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
@@ -52,6 +52,7 @@ class Context:
             other has none.
         output_grads: Whether gradients with respect to outputs are observed, too.
         thread: Thread whose forward passes belong to the step in progress; None: not known yet.
+        scales_loss: Whether a ``GradScaler`` has been seen.
         ranks: Observer of the other ranks; None: a single rank, or not known yet.
         skipped_steps: Count over all steps of the run, of the worker.
     """
@@ -64,16 +65,18 @@ class Context:
         content: Content,
         guard: Guard,
         first_step: int,
+        primary: Optimizer | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.selection, self.content, self.guard = selection, content, guard
         self.table = ParameterTable(model, selection)
-        self.reader = GradientReader(self.table)
+        self.turns = Turns(self.table, primary)
         self.missed = MissedSteps()
         self.compiled_autograd = CompiledAutograd()
         self.step = first_step
         self.training = self.in_phase = self.armed = self.output_grads = False
         self.thread: int | None = None
+        self.scales_loss = False
         self.ranks: RankObserver | None = None
         self.skipped_steps = SkippedSteps()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -89,27 +90,21 @@ def _has_correction(owner: nn.Module, experts: int) -> bool:
     return any("bias" in n and n != "bias" and t.shape == (experts,) for n, t in tensors)
 
 
-@dataclass(kw_only=True, eq=False)
-class ExpertLoads:
-    """Numbers of tokens of each expert in one step, int64 ``[experts]`` on the device.
+Loads: TypeAlias = dict[tuple[bool, int], Tensor]
+"""Numbers of tokens of each expert in one step, int64 ``[experts]`` on the device.
 
-    A module's outputs that show the choice of experts each have a sum. Indices and masks take
-    precedence over logits, and earlier outputs over later ones.
-    """
+Each output of a router that shows the choice has a sum. The one with the lowest key counts: indices
+and masks take precedence over logits, and earlier outputs over later ones.
+"""
 
-    sums: dict[str, dict[tuple[bool, int], Tensor]] = field(default_factory=dict)
 
-    def add(self, name: str, router: Router, tensor: Tensor, place: int) -> None:
-        """Count the tokens of an output; others than those that show the choice are ignored."""
-        sums, key = self.sums.setdefault(name, {}), (tensor.is_floating_point(), place)
-        if key > min(sums, default=key):
-            return
-        if (counts := tokens_per_expert(tensor.detach(), router)) is not None:
-            sums[key] = counts + sums[key] if key in sums else counts
-
-    def best(self) -> dict[str, Tensor]:
-        """Return the sum of each router."""
-        return {name: sums[min(sums)] for name, sums in self.sums.items() if sums}
+def add_tokens(loads: Loads, router: Router, tensor: Tensor, place: int) -> None:
+    """Count the tokens of a router's output; others than those that show the choice are ignored."""
+    key = tensor.is_floating_point(), place
+    if key > min(loads, default=key):
+        return
+    if (counts := tokens_per_expert(tensor.detach(), router)) is not None:
+        loads[key] = counts + loads[key] if key in loads else counts
 
 
 def tokens_per_expert(output: Tensor, router: Router) -> Tensor | None:

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from telemetry.capture.account import Plan
 from telemetry.capture.clock import APART, OPTIMIZER, LoopClock
 from telemetry.capture.context import Content, Context, Guard, guarded
 from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.layouts import Layouts
 from telemetry.capture.modules import WatchedModules
-from telemetry.capture.optimizers import Turns
-from telemetry.capture.schedule import Schedule
+from telemetry.capture.schedule import Plan, Schedule
 from telemetry.capture.step import FullStep, Step
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
@@ -75,17 +73,22 @@ class Loop:
         self.guard = Guard(failures, schedule.account.stopwatch)
         self.attached = False
         self._context = Context(
-            model, selection=selection, content=content, guard=self.guard, first_step=first_step
+            model,
+            selection=selection,
+            content=content,
+            guard=self.guard,
+            first_step=first_step,
+            primary=primary,
         )
         self.model = self._context.model
         self.clock = LoopClock(model, failures)
         self._safe_point = safe_point
         self._layouts = Layouts(self._context)
         self._modules = WatchedModules(self._context, self, self.clock.before_compilation)
-        self._turns = Turns(self._context.table, primary)
+        self._turns = self._context.turns
         self._schedule = schedule
         self._plan: Plan = "norms"  # of the step in progress
-        self._step = Step(self._context, self._turns)
+        self._step = Step(self._context)
         self._phases: list[tuple[int, FullStep]] = []  # with their threads, the innermost last
         self._deliver, self._delivered = deliver, False
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
@@ -106,7 +109,6 @@ class Loop:
             return
         _HOOKS.add(self)
         self._turns.forget()
-        self._context.table.forget_optimizers()
         self._schedule.account.restart()
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
@@ -120,7 +122,6 @@ class Loop:
         self.clock.stop()
         _HOOKS.remove(id(self))
         self._turns.forget()
-        self._context.reader.stop()
         self.attached = False
         self._remove_hooks()
 
@@ -142,7 +143,7 @@ class Loop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the fields that ``state`` has; hooks must be off."""
         self._context.step = state.get("step", self.step)
-        self._step = Step(self._context, self._turns)
+        self._step = Step(self._context)
         self._layouts.load_forward_order(state.get("forward_order", ()))
 
     def _remove_hooks(self) -> None:
@@ -168,13 +169,13 @@ class Loop:
             return
         if self._step.full:
             self._stop_observing()
-        self._step = Step(self._context, self._turns)
+        self._step = Step(self._context)
 
     @guarded("to begin a step", reads=False)
     def _begin_full(self, *, follows: bool) -> None:
         context = self._context
         self._step.stop()
-        self._step = step = FullStep(context, self._turns)
+        self._step = step = FullStep(context)
         try:
             self._modules.observe()
             context.output_grads = step.begin(follows=follows, by_hand=self._by_hand)
@@ -273,7 +274,7 @@ class Loop:
         if self.model() is None or not self.attached:
             yield
             return
-        phase = threading.get_ident(), FullStep(self._context, self._turns, name)
+        phase = threading.get_ident(), FullStep(self._context, name)
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.observe()
         self._phases.append(phase)
@@ -299,16 +300,12 @@ class Loop:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Read the gradients before an optimizer steps; return other arguments for it, or None."""
-        turns = self._turns
-        if not self._context.table.are_stepped_by(optimizer):
+        if not self._context.table.held_by(optimizer).indices:
             return None
-        if turns.is_inner(optimizer):
-            turns.leave_to_caller(optimizer)
-        else:
-            turns.run(optimizer)
-            if turns.begins_next_step(optimizer):
-                self._complete()
-            turns.begin(optimizer)
+        if self._plan == "norms" and self._turns.has_raised(optimizer):
+            self._step = Step(self._context)  # a retry may have other gradients
+        if self._turns.begin(optimizer):
+            self._complete()
         # With a closure the gradients are stale until it has run: Lightning, LBFGS.
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": _FirstCall(kwargs["closure"], self, optimizer)}
@@ -321,7 +318,7 @@ class Loop:
         """Read the final gradients; ``repeats``: until the step ends, passes only repeat."""
         self.clock.lap(APART)
         self._note_mode()
-        if self._takes_norms() and not self._step.read_at_once(optimizer):
+        if self._takes_norms():
             self._step.before_step(optimizer)
         if repeats:
             self._context.observe(training=False)
@@ -329,23 +326,19 @@ class Loop:
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Read the parameters after an optimizer has stepped, and end the step if it is over."""
-        turns, context, step = self._turns, self._context, self._step
-        if not context.table.are_stepped_by(optimizer):
+        context, step = self._context, self._step
+        if not context.table.held_by(optimizer).indices:
             context.missed.other_steps += 1
             self.clock.restart_wait()
             return
-        if turns.is_inner(optimizer):
+        if self._turns.is_inner(optimizer):
             step.after_step(optimizer)
             return
-        turns.finish()
         self.clock.lap(APART)
         step.after_step(optimizer)
         if isinstance(step, FullStep):
             context.observe(training=not step.backward.over)
-        again, reader = step.full, context.reader
-        if (again or not reader.reads(optimizer)) and turns.is_only(optimizer):
-            reader.prepare(optimizer, again=again)
-        if not turns.end(optimizer, step.held):
+        if not self._turns.end(optimizer, step.held):
             self.clock.wait()
             return
         # An optimizer that steps inside backward is not the last one to do so. Deferred, to come

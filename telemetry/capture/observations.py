@@ -1,9 +1,12 @@
-"""Tensors measured in one step: added on the training thread, merged by name on the worker."""
+"""Observations of one step: taken on the training thread, merged into fields on the worker.
+
+They are measured tensors, by kind and name, and copies of other values, by field.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -11,9 +14,10 @@ from torch import Tensor
 
 from telemetry.capture.parameters import PLAIN, Indexed, local
 from telemetry.failures import Failures
-from telemetry.measure import Measurements
-from telemetry.records import Output, Parameter
+from telemetry.measure import Measurements, images
+from telemetry.records import AttentionHeads, Output, Parameter
 from telemetry.records.tensor import Tensors
+from telemetry.torch_private.host_copy import HostCopy
 
 # Bounds of one step: beyond so many observations, only the first calls of each tensor are
 # measured, and further ones are counted.
@@ -33,6 +37,17 @@ _POWERS: Mapping[Kind, int] = {"inputs": 4, "outputs": 4}
 
 _NO_TENSORS: Tensors[Any] = Tensors.of({})
 
+# Conversions of the copies of a field; of the others one array.
+_CONVERTED: Mapping[str, Callable[[list[Tensor]], Any]] = {
+    "attention": lambda calls: AttentionHeads.merged(
+        [AttentionHeads(*call.double().numpy()) for call in calls]
+    ),
+    "feature_maps": lambda samples: images.feature_map_grid(samples[0]),
+    "filters": lambda samples: images.filter_grid(samples[0]),
+    "input": lambda samples: images.input_grid(samples[0]),
+    "fingerprints": lambda numbers: tuple([float(number) for number in numbers]),
+}
+
 
 class Observation(NamedTuple):
     """One measured tensor; ``scaled``: with the factor of a ``GradScaler``, if there is one."""
@@ -44,7 +59,7 @@ class Observation(NamedTuple):
 
 
 class Observations:
-    """Measured tensors of one step.
+    """Measured tensors and copied values of one step.
 
     Tensors are added to :attr:`all`, or to the list of a backward pass that may belong to no step.
     """
@@ -54,7 +69,9 @@ class Observations:
         self._failures = failures
         self._measurements = Measurements()
         self._added: list[Observation] = []  # of all backward passes
-        self._calls: Counter[tuple[Kind, Name]] = Counter()  # once there are many observations
+        self._calls: Counter[tuple[Kind, Name]] = Counter()
+        # By the field of the record and the key in it; None: the field itself.
+        self._copies: dict[tuple[str, str | None], list[HostCopy]] = {}
         self._counted: Counter[tuple[Kind, Name]] = Counter()  # calls that were not measured
 
     # --- on the training thread -------------------------------------------------------------------
@@ -74,7 +91,9 @@ class Observations:
         Of a DTensor, it measures the values in this process. The observation is added to ``into``,
         by default to :attr:`all`.
         """
-        if len(self._added) >= MANY_OBSERVATIONS and self._is_measured((kind, name)):
+        self._calls[kind, name] += 1
+        if len(self._added) >= MANY_OBSERVATIONS and self._calls[kind, name] > FEW_CALLS:
+            self._counted[kind, name] += 1
             return None
         values = [tensor if type(tensor) in PLAIN else local(tensor)]
         powers = _POWERS.get(kind, 2)
@@ -86,15 +105,6 @@ class Observations:
         self._added.append(observation)
         (self.all if into is None else into).append(observation)
         return observation
-
-    def _is_measured(self, key: tuple[Kind, Name]) -> bool:
-        """Whether enough calls of a tensor are measured; then this one is counted."""
-        if not self._calls:
-            self._calls.update((o.kind, o.name) for o in self._added)
-        self._calls[key] += 1
-        enough = self._calls[key] > FEW_CALLS
-        self._counted[key] += enough
-        return enough
 
     def add_parameters(
         self,
@@ -115,6 +125,15 @@ class Observations:
             self._added.append(Observation(kind, name, measurement, scaled))
             self.all.append(self._added[-1])
 
+    def copies(self, field: str, key: str | None = None) -> list[HostCopy]:
+        """Return the list of the copied values of a field, or of a key in it."""
+        return self._copies.setdefault((field, key), [])
+
+    def take_picture(self, field: str, key: str | None, samples: Iterator[Tensor | None]) -> None:
+        """Copy the first of the samples for a field of pictures, unless it has one."""
+        if (field, key) not in self._copies and (sample := next(samples, None)) is not None:
+            self.copies(field, key).append(HostCopy(sample))
+
     def finish(self) -> None:
         """Start the copies to the host; nothing is added any more."""
         self._measurements.finish()
@@ -131,11 +150,25 @@ class Observations:
 
     @property
     def nbytes(self) -> int:
-        """Host memory held until :meth:`merge`, about."""
-        return self._measurements.nbytes
+        """Host memory of the observations, about."""
+        copied = sum([copy.nbytes for some in self._copies.values() for copy in some])
+        return self._measurements.nbytes + copied
 
-    def merge(self, *, first: int, factor: float) -> dict[str, Tensors[Any]]:
-        """Merge the observations by kind and name; waits for an accelerator.
+    def copied(self) -> dict[str, Any]:
+        """Return the copied values as fields; waits for an accelerator."""
+        fields: defaultdict[str, Any] = defaultdict(dict)
+        for (field, key), copies in self._copies.items():
+            with self._failures.contained(f"to read {field}"):
+                values = [copy.wait() for copy in copies]
+                value = _CONVERTED[field](values) if field in _CONVERTED else values[0].numpy()
+                if key is None:
+                    fields[field] = value
+                else:
+                    fields[field][key] = value
+        return fields
+
+    def tensors(self, *, first: int, factor: float) -> dict[str, Tensors[Any]]:
+        """Merge the measured tensors by kind and name; waits for an accelerator.
 
         Args:
             first: Number of observations to omit, from the beginning.

@@ -1,4 +1,4 @@
-"""Turns of the optimizers: which of them ends a training step, and whose gradients count.
+"""Turns of the optimizers: which of them ends a training step, and why no step ends.
 
 A training step ends when the optimizer that steps at every batch has stepped, or the last one if
 several do. The gradients that a less frequent optimizer uses after that belong to the next step. An
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from telemetry.capture.parameters import Indexed, ParameterTable
@@ -64,13 +65,17 @@ class Turns:
 
     def is_only(self, optimizer: Optimizer) -> bool:
         """Whether no other optimizer has stepped."""
-        return list(self._met) == [optimizer]
+        return len(self._met) == 1 and optimizer in self._met
 
     def is_inner(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer calls this one."""
         outer = None if self._running is None else self._running()
         # One whose step has raised is not running any more.
         return outer is not None and outer is not optimizer and is_called_by(outer)
+
+    def has_raised(self, optimizer: Optimizer) -> bool:
+        """Whether the only optimizer, which is about to step, has not ended its step before."""
+        return self._running == weakref.ref(optimizer) and self.is_only(optimizer)
 
     def counted(self, optimizer: Optimizer) -> Indexed:
         """Return the parameters for which this optimizer's step counts, each once.
@@ -86,19 +91,19 @@ class Turns:
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def run(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer's own step begins to run."""
-        self._running = weakref.ref(optimizer)
-
-    def leave_to_caller(self, optimizer: Optimizer) -> None:
-        """Let the running optimizer end the steps instead of one that it calls."""
-        if self.ends is optimizer:
-            self._ends = self._running
-
-    def begins_next_step(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer that is about to step has begun the next step."""
-        if weakref.ref(optimizer) not in self._begun:
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Begin an optimizer's turn; whether it begins the next step."""
+        if self.is_inner(optimizer):
+            if self.ends is optimizer:
+                self._ends = self._running
             return False
+        this = self._running = weakref.ref(optimizer)
+        is_next = this in self._begun and self._begins_next_step(optimizer)
+        self._begun.add(this)
+        return is_next
+
+    def _begins_next_step(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer that steps again does so for the next step."""
         ends, latest = self.ends, None if self._latest is None else self._latest()
         if ends is None:
             return self.settle()
@@ -116,19 +121,12 @@ class Turns:
             )
         return True
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Begin an optimizer's turn in the step in progress."""
-        self._begun.add(weakref.ref(optimizer))
-
-    def finish(self) -> None:
-        """Note that no optimizer's step is running any more."""
-        self._running = None
-
     def end(self, optimizer: Optimizer, held: Collection[int]) -> bool:
-        """End an optimizer's turn; whether the step ends.
+        """End the turn of an optimizer that no other one calls; whether the step ends.
 
         ``held``: Indices of the parameters that stepped, in the step in progress.
         """
+        self._running = None
         self._latest, ends = weakref.ref(optimizer), self.ends
         if ends is None and self._table.all_among(held) and self.settle():
             ends = optimizer
@@ -145,6 +143,83 @@ class Turns:
         return True
 
     def step_ended(self) -> None:
-        """Begin the next step."""
+        """Begin the next step, to which an optimizer that is running belongs."""
         self._latest = None
-        self._begun.clear()
+        self._begun = set() if self._running is None else {self._running}
+
+
+# --- steps that do not end ------------------------------------------------------------------------
+
+# Backward passes of one step after which the cause is logged, if half of them are evidence of it.
+# Gradients may be accumulated over as many.
+PASSES_WITHOUT_STEP = 20
+
+NEVER_RAN = "the model never ran"
+
+_FORGOTTEN = "call optimizer.step(), or logger.step() if there is no torch.optim.Optimizer"
+
+
+class MissedSteps:
+    """Evidence of why the step in progress does not end.
+
+    Attributes:
+        other_steps: Steps of optimizers with none of the model's parameters.
+    """
+
+    def __init__(self) -> None:
+        self.other_steps = 0
+        self._passes = self._cleared = 0
+        self._version = (0, 0)  # of a parameter's gradient, with the parameter's identity
+        self._is_reported = False
+
+    def after_pass(self, passes: int, parameter: Tensor, *, is_alone: bool) -> str | None:
+        """Record the end of a backward pass; return the message to log, if any.
+
+        Args:
+            passes: Number of passes of the step that have ended.
+            parameter: First one that the pass has reached.
+            is_alone: No other rank reduces gradients, which changes them, too.
+        """
+        self._passes = passes
+        version = parameter.grad._version if parameter.grad is not None else 0
+        # The first gradient after clearing is new, and further ones are added to it in place; or
+        # it is cleared in place, too.
+        identity, before = self._version
+        in_place = is_alone and identity == id(parameter) and version > before + 1
+        self._cleared = 0 if passes == 1 else self._cleared + (version == 0 or in_place)
+        self._version = id(parameter), version
+        few = PASSES_WITHOUT_STEP // 2
+        if passes != PASSES_WITHOUT_STEP or max(self.other_steps, self._cleared) < few:
+            return None
+        if self.other_steps >= few:
+            cause = (
+                "An optimizer with other parameters does step: it was made for a copy of the "
+                "model, or before its parameters were replaced."
+            )
+        else:
+            cause = (
+                f"Gradients are cleared in between: {_FORGOTTEN}, unless a GradScaler skips every "
+                "step. For fastai, use the callback in telemetry.integrations.fastai."
+            )
+        self._is_reported = True
+        return (
+            f"{passes} backward passes have reached this model without a step of an optimizer "
+            f"that holds its parameters. Nothing is logged until the first step. {cause}"
+        )
+
+    def at_the_end(self, ran: str) -> tuple[int, str]:
+        """Return level and message to log if the run ends before its first step.
+
+        ``ran`` describes the forward passes, for a step without a backward pass.
+        """
+        if self._is_reported:
+            return logging.NOTSET, ""
+        passes = f"{self._passes} backward pass{'es' * (self._passes != 1)}"
+        if self.other_steps:
+            way_out = "those were made for a copy of the model, or before its parameters changed"
+            other = f"{self.other_steps} steps of optimizers with other parameters; {way_out}"
+        else:
+            other = "no optimizer step" + f": {_FORGOTTEN}" * (self._passes > 0)
+        idle = ran == NEVER_RAN and not self._passes and not self.other_steps
+        message = f"0 steps recorded, {passes if self._passes else ran}, {other}"
+        return logging.INFO if idle else logging.WARNING, message

@@ -17,16 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telemetry.capture.backward import BackwardPasses
 from telemetry.capture.clock import Laps, usage_of
 from telemetry.capture.context import Context, guarded
-from telemetry.capture.copies import Copies
-from telemetry.capture.forward import ForwardPasses
 from telemetry.capture.hooks import ForwardHook
-from telemetry.capture.norms import OVERFLOW, Norms, Updates, take_norms, unscales_itself
 from telemetry.capture.observations import Kind, Observations
-from telemetry.capture.optimizers import Turns
-from telemetry.capture.parameters import Indexed
+from telemetry.capture.parameters import (
+    OVERFLOW,
+    Indexed,
+    Norms,
+    Updates,
+    norms_at_once,
+    take_norms,
+    unscales_itself,
+)
+from telemetry.capture.passes import BackwardPasses, ForwardPasses
 from telemetry.capture.scaler import ScalerReading, read_scaler
 from telemetry.ranks.topology import RankNotes
 from telemetry.records import Layout, Parameter, StepRecord
@@ -40,6 +44,8 @@ from telemetry.torch_private.host_copy import HostCopy
 _STEP_BYTES = 1024  # of the objects of a step
 _FULL_STEP_BYTES = 5120  # of the other ones of a full step
 _NORM_BYTES = 16  # of a norm and the index of its parameter
+
+_SCALER_CHECK_STEPS = 8  # the call stack is searched for a ``GradScaler`` once in so many steps
 
 
 class Step:
@@ -59,16 +65,16 @@ class Step:
 
     full = False
 
-    def __init__(self, context: Context, turns: Turns) -> None:
+    def __init__(self, context: Context) -> None:
         self.guard = context.guard
         self.step, self.phase = context.step, ""
         self.wall_time, self.eval_mode = 0.0, False
         self.layout: Layout = NO_LAYOUT
         self.parameters: tuple[Parameter, ...] = ()
-        self.held: set[int] = set()
+        self.held: frozenset[int] = frozenset()
         self.laps: Laps | None = None
         self.notes = RankNotes()
-        self._context, self._turns = context, turns
+        self._context = context
         self._stepped: set[int] = set()  # identities of optimizers
         # Norms that each optimizer used at its first step, and whether they have a scaler's factor
         # that the optimizer takes off.
@@ -84,39 +90,49 @@ class Step:
     # --- on the training thread -------------------------------------------------------------------
 
     @guarded("to read the gradients", reads=False)
-    def read_at_once(self, optimizer: Optimizer) -> bool:
-        """Read the gradients of an optimizer by one call; whether that was possible."""
-        reader = self._context.reader
-        if id(optimizer) not in self._stepped:
-            if self.full or (read := reader.read(optimizer)) is None:
-                return False
-            self._rates[id(optimizer)], norms = read
-            self._stepped.add(id(optimizer))
-            self.held = reader.held
-            self._norms.append((norms, False))
-        return True
-
-    @guarded("to read the gradients")
     def before_step(self, optimizer: Optimizer) -> None:
         """Read gradients and parameters at the first step of an optimizer in this one."""
+        if id(optimizer) not in self._stepped and not self._read_at_once(optimizer):
+            self._read_in_turn(optimizer)
+
+    def _read_at_once(self, optimizer: Optimizer) -> bool:
+        """Read the gradients of the only optimizer by one call of C; whether that is possible."""
+        context, table = self._context, self._context.table
+        if self.full or table.device.type != "cpu" or not self._context.turns.is_only(optimizer):
+            return False
+        # The search takes about the time of reading gradients. A scaler that is missed leaves them
+        # unscaled, unless the optimizer is to divide by its factor.
+        is_checked = self.step % _SCALER_CHECK_STEPS == 0
+        if context.scales_loss or (is_checked and calling_scaler() is not None):
+            return False
+        held = table.held_by(optimizer)
+        if (read := norms_at_once(optimizer, held)) is None:
+            return False
+        self._rates[id(optimizer)], norms = read
+        self._norms.append((norms, False))
+        self._stepped.add(id(optimizer))
+        self.held = held.indices
+        return True
+
+    @undisturbed()
+    def _read_in_turn(self, optimizer: Optimizer) -> None:
         table = self._context.table
-        if id(optimizer) in self._stepped:
-            return
         # Parameters may have been replaced. Those of a step are known by their indices.
-        if not self._stepped and (self.full or table.lacks(optimizer)):
-            self._refresh()
+        if not self._stepped:
+            self._refresh(optimizer)
         self.parameters = self.parameters or table.parameters
         # Each counts once, though an optimizer may call another one that has it, too.
-        parameters = [(i, p) for i, p in self._turns.counted(optimizer) if i not in self.held]
+        parameters = [
+            (i, p) for i, p in self._context.turns.counted(optimizer) if i not in self.held
+        ]
         if not parameters:
             return
-        if not self._context.reader.reads(optimizer):
-            self._context.reader.stop()
         if (scaler := calling_scaler()) is not None:
+            self._context.scales_loss = True
             self._scaler = read_scaler(scaler, optimizer, self.step)
         # Of all optimizers, so that each keeps its place where one steps more rarely. The rates of
         # one that has stepped stay as they were: a schedule may have changed them since.
-        for other in self._turns.met(optimizer):
+        for other in self._context.turns.met(optimizer):
             if id(other) not in self._stepped:
                 self._rates[id(other)] = [_rate(group.get("lr")) for group in other.param_groups]
         self._read(optimizer, parameters)
@@ -127,26 +143,36 @@ class Step:
     @guarded("to read the gradients")
     def step_by_hand(self) -> None:
         """Read gradients and parameters after a step without an optimizer."""
-        if self.full:
-            self._refresh()
+        self._refresh(None)
         self.parameters = self._context.table.parameters
         self._read(None, self._context.table.all())
 
-    def _refresh(self) -> bool:
-        return self._context.table.refresh()
+    def _refresh(self, optimizer: Optimizer | None) -> None:
+        """Read the model's parameters again: in a full step, or if the optimizer lacks some."""
+        table = self._context.table
+        if optimizer is not None:
+            held = table.held_by(optimizer).indices
+            if len(table.of(optimizer)) < len(held):
+                table.refresh()
 
     def _read(self, optimizer: Optimizer | None, parameters: Indexed) -> None:
         """Take norms of all gradients; of parameters, too, if a gradient is not finite."""
         self._stepped.add(id(optimizer))
         self.held = self.held.union([i for i, _ in parameters])
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
-        norms = take_norms(grads)
-        self._norms += [(group, unscales_itself(optimizer)) for group in norms]
+        norms, scaled = take_norms(grads), unscales_itself(optimizer)
+        self._norms += [(group, scaled) for group in norms]
         self._square += sum([group.square for group in norms])
         if (ranks := self._context.ranks) is not None:
             ranks.note_grads(self.notes, grads)
         if self.full or not math.isfinite(self._square):
             self._check(parameters)
+        self._measure(optimizer, parameters, grads, scaled=scaled)
+
+    def _measure(
+        self, optimizer: Optimizer | None, parameters: Indexed, grads: Indexed, *, scaled: bool
+    ) -> None:
+        """Measure gradients and parameters, in a full step."""
 
     def _check(self, parameters: Indexed) -> None:
         """Find NaN and infinity: only before the step, a broken parameter is no bad batch."""
@@ -178,7 +204,7 @@ class Step:
 
     def without_tensors(self) -> Step:
         """Return the step with its norms alone, to save memory."""
-        step = Step(self._context, self._turns)
+        step = Step(self._context)
         vars(step).update({name: vars(self)[name] for name in vars(step)})
         return step
 
@@ -256,16 +282,17 @@ class FullStep(Step):
 
     full = True
 
-    def __init__(self, context: Context, turns: Turns, phase: str = "") -> None:
-        super().__init__(context, turns)
+    def __init__(self, context: Context, phase: str = "") -> None:
+        super().__init__(context)
         self.phase = phase
         self.ran: set[object] = set()
         self.unchanged = False
-        self._copies, self._observations = Copies(), Observations(self.guard.failures)
+        self._observations = Observations(self.guard.failures)
         self.backward = BackwardPasses(context, self._observations, self.notes)
         self.forward = ForwardPasses(
-            context, self._observations, self._copies, self.notes, None if phase else self.backward
+            context, self._observations, self.notes, None if phase else self.backward
         )
+        self._at_begin: tuple[Parameter, ...] = ()  # parameters of the model
         self._versions: dict[int, int] = {}  # of the parameters, after the step before
         self._random_states: dict[str, bytes] = {}
         # Flags of the parameters: trainable, reached by a backward pass, held by an optimizer.
@@ -285,6 +312,7 @@ class FullStep(Step):
         """
         context, compiled = self._context, self._context.compiled_autograd.was_on()
         context.table.refresh()
+        self._at_begin = context.table.parameters
         parameters = context.table.all()
         if follows:
             self._versions = {
@@ -303,27 +331,27 @@ class FullStep(Step):
         self._read_update(optimizer)
         if self._context.content.weights:
             # Not by its brackets: the optimizer's state is a defaultdict.
-            of = self._turns.counted(optimizer)
+            of = self._context.turns.counted(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}
             moments = [(i, s["exp_avg_sq"]) for i, s in states.items() if "exp_avg_sq" in s]
             self._moments.update(i for i, _ in moments)
             self._observe("second_moments", moments)
 
-    def _refresh(self) -> bool:
-        if changed := super()._refresh():
+    def _refresh(self, optimizer: Optimizer | None) -> None:
+        table = self._context.table
+        table.refresh()
+        if table.parameters is not self._at_begin:
             self.backward.before_clipping.clear()
-        return changed
 
-    def _read(self, optimizer: Optimizer | None, parameters: Indexed) -> None:
-        """Take norms, and measure gradients and parameters."""
-        context, content, first = self._context, self._context.content, not self._stepped
+    def _measure(
+        self, optimizer: Optimizer | None, parameters: Indexed, grads: Indexed, *, scaled: bool
+    ) -> None:
+        context, content = self._context, self._context.content
         if optimizer is not None:
             self._log_changes(optimizer, parameters)
-        super()._read(optimizer, parameters)
         every = context.table.all()
-        grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         weights = [(i, p) for i, p in parameters if p.requires_grad]
-        if first:  # no optimizer may have the frozen ones
+        if not self._flags.size:  # no optimizer may have the frozen ones
             weights += [(i, p) for i, p in every if not p.requires_grad]
             self._flags = np.zeros((3, len(self.parameters)), bool)
         if content.weights and context.ranks is not None:
@@ -333,7 +361,7 @@ class FullStep(Step):
         reached[[i for i, p in every if p.requires_grad and p.grad is not None]] = True
         held[[i for i, _ in parameters]] = True
         if content.gradients:
-            self._observe("grads", grads, scaled=unscales_itself(optimizer))
+            self._observe("grads", grads, scaled=scaled)
         if content.weights:
             self._observe("weights", weights)
         if content.images:
@@ -385,8 +413,9 @@ class FullStep(Step):
         self._context.compiled_autograd.was_on()  # since it began; logged
         outside = {hook.name for hook in self.ran if isinstance(hook, ForwardHook)}
         self.backward.log_adjoints(self.forward.order, outside)
-        for name, load in self.forward.loads.best().items():
-            self._copies.of("expert_loads", name).append(HostCopy(load))
+        for name, loads in self.forward.loads.items():
+            if loads:
+                self._observations.copies("expert_loads", name).append(HostCopy(loads[min(loads)]))
         self._observations.finish()
 
     def with_gradients(self) -> set[str]:
@@ -396,8 +425,7 @@ class FullStep(Step):
     @property
     def nbytes(self) -> int:
         """Host memory held until :meth:`resolve`, about."""
-        measured = self._observations.nbytes + self._copies.nbytes
-        return super().nbytes + _FULL_STEP_BYTES + measured
+        return super().nbytes + _FULL_STEP_BYTES + self._observations.nbytes
 
     # --- on the worker ----------------------------------------------------------------------------
 
@@ -413,7 +441,7 @@ class FullStep(Step):
         self._fill_before_clipping(record)
         skipped = self._observations_of_skipped_steps(record)
         self._count_skipped(record, overflown_passes=self.backward.passes - 1 if skipped else 0)
-        for kind, tensors in self._observations.merge(first=skipped, factor=self._factor).items():
+        for kind, tensors in self._observations.tensors(first=skipped, factor=self._factor).items():
             setattr(record, kind, tensors)
         _correct_overflow(record, names)
         of_weights = compress(record.weights, nonfinite_of(Tensors.of(record.weights).rows))
@@ -421,7 +449,7 @@ class FullStep(Step):
         record.nonfinite_parameters = tuple([name for name in names if name in broken])
         self.notes.moved = [one for update in self._updates for one in update.read()]
         record.update_ratios = {names[index]: ratio for index, _, _, ratio in self.notes.moved}
-        for name, value in self._copies.fields(self.guard.failures).items():
+        for name, value in self._observations.copied().items():
             setattr(record, name, value)
         return record
 

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from telemetry.measure import device as accelerators
+from telemetry.measure import native
 from telemetry.measure.device import DeviceRows
 from telemetry.measure.native import HostRows
-from telemetry.measure.tensors import Values, values_of
+from telemetry.measure.tensors import Values, sample_step, values_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
+
+if native.available:
+    from telemetry.measure import _native
 
 
 class Measurements:
@@ -65,12 +69,18 @@ class Measurements:
     ) -> list[int | None]:
         """Measure many tensors in one call, which is faster; see :meth:`add`."""
         numbers: list[int | None] = [None] * len(tensors)
-        if tensors and accelerators.is_on_host(tensors[0]):
+        if native.TENSORS is not None and tensors and accelerators.is_on_host(tensors[0]):
+            host, asked = self._host, (unit_axis, native.TYPES, native.TENSORS, sample_step, powers)
+            # The memory of a tensor with the negative bit holds other values.
+            plain = [t if type(t) in native.TYPES and not t.is_neg() else None for t in tensors]
             with self._lock:
-                for place, is_read in enumerate(self._host.add_plain(tensors, unit_axis, powers)):
+                are_read = _native.measure_tensors(
+                    plain, *asked, host.heads, host.pairs, host.units
+                )
+                for place, is_read in enumerate(are_read):
                     if is_read:
                         numbers[place] = self._count
-                        self._host.numbers.append(self._count)
+                        host.numbers.append(self._count)
                         self._count += 1
         if None not in numbers:
             return numbers

@@ -102,23 +102,6 @@ class HostRows:
     def decode(self) -> Rows:
         return Rows.decode(self.heads, self.pairs, self.units)
 
-    def add_plain(
-        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
-    ) -> list[bool]:
-        """Read the dense float tensors in CPU memory now; return whether each has a row.
-
-        Calls no operation of PyTorch.
-        """
-        if TENSORS is None:
-            return [False] * len(tensors)
-        plain: list[Tensor | None] = [*tensors]
-        for place, tensor in enumerate(tensors):
-            # The memory of a tensor with the negative bit holds other values.
-            if type(tensor) not in TYPES or tensor.is_neg():
-                plain[place] = None
-        asked = unit_axis, TYPES, TENSORS, sample_step, powers
-        return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
-
     def add(self, values: Values, powers: int) -> None:
         """Read a non-empty tensor in CPU memory now; each piece of one with gaps has a row."""
         tensor, axis, _ = values

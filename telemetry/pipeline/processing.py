@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from telemetry.alert import Alert, located
 from telemetry.capture import Schedule, Step
-from telemetry.capture.account import Work
+from telemetry.capture.schedule import Work
 from telemetry.events import summaries
 from telemetry.failures import Failures
 from telemetry.pipeline.judge import Judge

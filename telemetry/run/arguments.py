@@ -22,7 +22,7 @@ from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.alerts.detector import Detector
 from telemetry.capture import Content
-from telemetry.capture.missing_modules import unregistered
+from telemetry.capture.modules import unregistered
 from telemetry.plain_text import called_all, check_text, type_of
 from telemetry.records.batches import MAX_IDS, BatchId
 from telemetry.rule import AnyRule, Rule, as_rule

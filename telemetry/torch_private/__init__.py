@@ -26,8 +26,8 @@ from torch.utils import _python_dispatch
 
 log = logging.getLogger("telemetry")
 
-# Calls between ``GradScaler.step`` and the optimizer's hook: 6 in PyTorch, more with wrappers.
-_MAX_FRAMES_BELOW_STEP = 16
+# Calls between ``GradScaler.step`` and what reads gradients: 12, more with wrappers.
+_MAX_FRAMES_BELOW_STEP = 20
 
 # Result of :func:`backward_task` outside of a backward pass.
 NO_TASK = -1

@@ -28,14 +28,14 @@ Change = Callable[[int, nn.Sequential, Optimizer], object]
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that one native call has read."""
     steps: list[int] = []
-    read_at_once = Step.read_at_once
+    read_at_once = Step._read_at_once
 
     def spy(step: Step, optimizer: Optimizer) -> Any:
         if (is_read := read_at_once(step, optimizer)) and step.step not in steps:
             steps.append(step.step)
         return is_read
 
-    monkeypatch.setattr(Step, "read_at_once", spy)
+    monkeypatch.setattr(Step, "_read_at_once", spy)
     return steps
 
 
@@ -104,6 +104,13 @@ def unfreeze(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
         optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.02})
 
 
+def replace(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step == 3:
+        model[0], model[2] = nn.Linear(5, 300), nn.Linear(300, 3)
+        model(torch.ones(4, 5)).sum().backward()
+        optimizer.param_groups[0]["params"] = [*model.parameters()]
+
+
 def fail(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
     if step == 3:
         optimizer.param_groups[0]["momentum"] = "planted"
@@ -148,6 +155,7 @@ ALL = [*range(1, STEPS)]
         (nothing, in_dtype(torch.bfloat16), ALL),
         (nothing, in_dtype(torch.float16), ALL),
         (unfreeze, of_first_layer, [1, 2]),
+        (replace, sgd, [1, 2]),
         (unscale, partial(sgd, fused=True), [1, 2, 4, 5]),
         (spoil, sgd, [1, 2]),
         (stride, sgd, []),
@@ -195,6 +203,24 @@ def test_a_step_that_was_skipped_and_is_retried_has_its_own_norms(
                     optimizer.step()
                 optimizer.param_groups[0]["momentum"] = 0.9
                 plans[2] = "norms"
+            norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+    assert [record.step for record in run.records] == [0, 1, 2]
+    np.testing.assert_allclose(run.records[2].grad_norms, norms, rtol=1e-5)
+
+
+def test_a_step_whose_optimizer_raised_has_the_norms_of_the_next_try() -> None:
+    model = net()
+    optimizer = sgd(model)
+    with capture_run(model, every_n_steps=100, rules=[]) as run:
+        for step in range(3):
+            model(torch.ones(4, 5)).sum().backward()
+            if step == 2:
+                optimizer.param_groups[0]["momentum"] = "planted"
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                optimizer.param_groups[0]["momentum"] = 0.9
+                model(torch.ones(4, 5)).sum().backward()
             norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
             optimizer.step()
     assert [record.step for record in run.records] == [0, 1, 2]

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 import telemetry
 from telemetry import HookLogger, StepRecord
 from telemetry.capture.clock import CpuWaits, LoopClock
-from telemetry.capture.norms import GradientReader
 from telemetry.capture.step import Step
 from telemetry.pipeline import Pipeline
 from tests.helpers import shell
@@ -158,7 +157,7 @@ def test_waiting_for_the_logger_is_not_waiting_for_data(
         monkeypatch.setattr(owner, name, slow)
 
     slowed(Pipeline, "flush")
-    slowed(GradientReader, "read")
+    slowed(Step, "_read_at_once")
     slowed(Step, "end")
     model = Model(clock)
 

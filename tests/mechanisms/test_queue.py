@@ -15,9 +15,8 @@ from torch import nn
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
 from telemetry.capture import Content, Step
-from telemetry.capture.account import Stopwatch
 from telemetry.capture.context import Context, Guard
-from telemetry.capture.optimizers import Turns
+from telemetry.capture.schedule import Stopwatch
 from telemetry.capture.step import FullStep
 from telemetry.failures import Failures
 from telemetry.pipeline import Pipeline, queue
@@ -36,10 +35,9 @@ def test_a_queued_step_allocates_about_the_counted_bytes(kind: type[Step]) -> No
     guard = Guard(Failures(), Stopwatch(is_on=False))
     model, selection = nn.Linear(2, 2), Selection.parse(None)
     context = Context(model, selection=selection, content=Content(), guard=guard, first_step=0)
-    turns = Turns(context.table, None)
-    kept = [kind(context, turns) for _ in range(1000)]
+    kept = [kind(context) for _ in range(1000)]
     tracemalloc.start()
-    kept = [kind(context, turns) for _ in range(1000)]
+    kept = [kind(context) for _ in range(1000)]
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(step.nbytes for step in kept) == pytest.approx(allocated, rel=0.5)

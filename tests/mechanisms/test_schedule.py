@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from telemetry import Alert, Detector, Finding, HookLogger, StepRecord, read
-from telemetry.capture import Schedule, account, schedule
+from telemetry.capture import Schedule, schedule
 from tests.helpers.twins import Recorder
 
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(account, "time", clock)
+    monkeypatch.setattr(schedule, "time", clock)
     return clock
 
 

@@ -33,7 +33,7 @@ EXACT = ("count", "min", "max", "calls", "unit_count")
 
 def elsewhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("telemetry.measure.device.is_on_host", lambda tensor: False)
-    patch.setattr("telemetry.capture.norms.TENSORS", None)
+    patch.setattr("telemetry.capture.parameters.TENSORS", None)
 
 
 def wide() -> nn.Module:

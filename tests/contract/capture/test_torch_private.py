@@ -85,7 +85,7 @@ def test_without_task_numbers_probes_count_as_training(
         return loss
 
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    for module in ("loop", "backward"):
+    for module in ("loop", "passes"):
         name = f"telemetry.capture.{module}.backward_task"
         monkeypatch.setattr(name, torch_private._unknown_task)
     outcome = assert_left_alone(mlp, training(probed, 2), tmp_path)

@@ -1,28 +1,32 @@
-"""Forward passes of a step: measures inputs, outputs, attention and pictures."""
+"""Passes of a step: what the forward ones measure, and the gradients of the backward ones."""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from telemetry.capture.backward import BackwardPasses
-from telemetry.capture.context import Context
-from telemetry.capture.copies import Copies
-from telemetry.capture.experts import ExpertLoads
-from telemetry.capture.hooks import ForwardHook, Inert, ResultHook
-from telemetry.capture.nested import tensors_in
-from telemetry.capture.observations import Observations
-from telemetry.capture.parameters import PLAIN, local, plain
+from telemetry.capture.context import Context, guarded
+from telemetry.capture.experts import Loads, add_tokens
+from telemetry.capture.hooks import ForwardHook, Inert, ResultHook, tensors_in
+from telemetry.capture.observations import Observation, Observations
+from telemetry.capture.parameters import PLAIN, Indexed, Norms, local, plain, take_norms
 from telemetry.measure import fingerprint, images
 from telemetry.measure.attention import attention_figures
 from telemetry.plain_text import called_all
 from telemetry.ranks.topology import RankNotes
 from telemetry.records import Output
-from telemetry.torch_private import is_being_traced
+from telemetry.torch_private import (
+    NO_TASK,
+    at_end_of_backward,
+    backward_task,
+    is_being_traced,
+)
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import calling_stage
 
@@ -56,7 +60,7 @@ class ForwardPasses:
     Attributes:
         examples: Length of the model's first input tensor, summed over its calls.
         order: Names of the watched modules in the order of their first call.
-        loads: Numbers of tokens of each expert.
+        loads: Numbers of tokens of each expert, by the names of routers.
         function: Function that computed what the model returned, named like its module; empty if
             it is not known, or a watched module did.
     """
@@ -65,16 +69,15 @@ class ForwardPasses:
         self,
         context: Context,
         observations: Observations,
-        copies: Copies,
         notes: RankNotes,
         backward: BackwardPasses | None,
     ) -> None:
         self.examples = 0
         self.order: dict[str, None] = {}
-        self.loads = ExpertLoads()
+        self.loads: dict[str, Loads] = {}
         self.function = ""
         self._context, self._content = context, context.content
-        self._observations, self._copies, self._notes = observations, copies, notes
+        self._observations, self._notes = observations, notes
         self._backward = backward
         # Whether the next watched module receives its arguments from outside.
         self._awaits_input = True
@@ -145,7 +148,7 @@ class ForwardPasses:
             if id(tensor) in self._given or is_being_traced(tensor):
                 continue
             self._given.add(id(tensor))
-            fingerprints = self._copies.of("fingerprints")
+            fingerprints = self._observations.copies("fingerprints")
             if len(fingerprints) < _FINGERPRINTS:
                 fingerprints += map(HostCopy, fingerprint(local(tensor.detach())))
             if tensor.dtype in _DISCRETE:
@@ -161,7 +164,8 @@ class ForwardPasses:
         if not self._content.activations:
             return
         if hook.router is not None:
-            self.loads.add(hook.name, hook.router, local(tensor), place)
+            loads = self.loads.setdefault(hook.name, {})
+            add_tokens(loads, hook.router, local(tensor), place)
         if tensor.dtype in _DISCRETE:
             return
         output, axis = Output(hook.name, place) if place else hook.output, None
@@ -189,7 +193,7 @@ class ForwardPasses:
         enable_gqa: bool = False,
     ) -> None:
         """Measure a call of ``scaled_dot_product_attention`` by a module of this name."""
-        calls = self._copies.of("attention", name)
+        calls = self._observations.copies("attention", name)
         if len(calls) >= _ATTENTION_CALLS or is_being_traced(query):
             return
         mask = None if attn_mask is None else local(attn_mask)
@@ -215,8 +219,8 @@ class ForwardPasses:
             return
         if hook.pictured:
             maps = map(images.sample_feature_maps, outputs)
-            self._copies.take_picture("feature_maps", hook.name, maps)
-        self._copies.take_picture("input", None, map(images.sample_inputs, given))
+            self._observations.take_picture("feature_maps", hook.name, maps)
+        self._observations.take_picture("input", None, map(images.sample_inputs, given))
 
     def take_filters(self) -> None:
         """Sample the filters of the first convolution, before the optimizer changes them."""
@@ -224,7 +228,7 @@ class ForwardPasses:
         if self._convolution is not None and module is not None:
             weight: Any = module.weight
             filters = map(images.sample_filters, [local(weight.detach())])
-            self._copies.take_picture("filters", self._convolution.name, filters)
+            self._observations.take_picture("filters", self._convolution.name, filters)
 
 
 def _channels_of(tensor: Tensor) -> Sequence[Tensor]:
@@ -256,3 +260,132 @@ class _GradHook(Inert):
         backward, hook = self._backward(), self._hook()
         if backward is not None and hook is not None:
             backward.on_output_grad(hook, self._place, grad)
+
+
+# --- backward passes ------------------------------------------------------------------------------
+
+_NAMES_IN_MESSAGE = 8
+
+
+class _Pass(NamedTuple):
+    """One run of the autograd engine: its observations, and the parameters that it reached."""
+
+    observations: list[Observation]
+    accumulated: dict[int, Tensor]  # by identity; ``autograd.grad`` reaches none
+
+
+class BackwardPasses:
+    """Backward passes of one step.
+
+    Attributes:
+        over: Whether nothing is observed any more.
+        passes: Number of passes of training that have ended.
+        before_clipping: For each parameter that a pass has reached: the norms at the end of the
+            last pass, and its place among them.
+        ends: For passes with a gradient that is not finite: whether it is, as far as known, and
+            the number of observations at the end.
+    """
+
+    def __init__(self, context: Context, observations: Observations, notes: RankNotes) -> None:
+        self.guard = context.guard
+        self.over = False
+        self.passes = 0
+        self.before_clipping: dict[int, tuple[Norms, int]] = {}
+        self.ends: list[tuple[bool | HostCopy, int]] = []
+        self._context, self._observations, self._notes = context, observations, notes
+        # By task; there are several at a time if one starts another.
+        self._running: dict[int, _Pass] = {}
+        self._probed: list[Observation] = []  # of passes that reached no parameter
+        self._handles: list[Any] = []
+
+    def begin(self, parameters: Indexed) -> None:
+        """Observe from here on which parameters are reached."""
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(self.on_accumulated)
+            for _, parameter in parameters
+            if not is_lazy(parameter) and parameter.requires_grad and parameter.is_leaf
+        ]
+
+    @guarded("to observe the gradient of {1.called}")
+    def on_output_grad(self, hook: ForwardHook, place: int, grad: Tensor | None) -> None:
+        """Receive the gradient of an output of this step."""
+        if self.over or grad is None:
+            return  # a graph kept from an earlier step; an output that got no gradient
+        running = self._running.get(backward_task()) or self._begin_pass()
+        into = self._observations.all if running is None else running.observations
+        output = Output(hook.name, place) if place else hook.output
+        ranks = self._context.ranks
+        if ranks is None or ranks.takes_output_grad(self._notes, output, grad):
+            self._observations.add("output_grads", output, grad, into, scaled=True)
+
+    def on_accumulated(self, parameter: Tensor) -> None:
+        """Note that a gradient has accumulated, so that this backward pass is one of training."""
+        if self.over or torch.compiler.is_compiling():
+            return
+        running = self._running.get(backward_task()) or self._begin_pass()
+        if running is not None:
+            running.accumulated[id(parameter)] = parameter
+
+    @guarded("to follow a backward pass", reads=False)
+    def _begin_pass(self) -> _Pass | None:
+        """Begin this thread's backward pass; None where its end cannot be observed."""
+        task = backward_task()
+        # Deferred, to come after the callback by which DDP ends its reduction.
+        ends = functools.partial(self.on_end, task)
+        if task == NO_TASK or not at_end_of_backward(ends, deferred=1):
+            return None
+        self._running[task] = _Pass([], {})
+        return self._running[task]
+
+    @guarded("to end a backward pass")
+    def on_end(self, task: int) -> None:
+        """Read the gradients after a pass: they are reduced over ranks and not clipped yet."""
+        ended = self._running.pop(task)
+        if self.over or not self._context.training:
+            return  # its step is over, or only repeated
+        if not ended.accumulated:
+            if self.passes == 0:
+                self._probed += ended.observations
+            return
+        self.passes += 1
+        self._observations.all += ended.observations
+        parameters = ended.accumulated.values()
+        for group in take_norms(self._context.table.grads_of(parameters)):
+            if (is_nonfinite := group.nonfinite()) is not False:
+                self.ends.append((is_nonfinite, len(self._observations.all)))
+            for place, index in enumerate(group.indices):
+                self.before_clipping[int(index)] = group, place
+        # Many passes without a step: nothing more is observed.
+        message = self._context.missed.after_pass(
+            self.passes, next(iter(parameters)), is_alone=self._context.ranks is None
+        )
+        if message is not None:
+            self.guard.failures.log_once(message)
+            self._context.observe(training=False)
+
+    def stop(self) -> None:
+        """Observe nothing any more, even where a graph holds a hook of ours."""
+        if self.passes == 0:
+            # They were all training: loops that use ``autograd.grad`` have no others.
+            self._observations.all += self._probed
+            self._probed = []
+        self.over = True
+        while self._handles:
+            self._handles.pop().remove()
+
+    def log_adjoints(self, order: Collection[str], outside: Collection[str]) -> None:
+        """Log the modules without gradients because they ran inside of a backward pass only.
+
+        Args:
+            order: Modules that ran in the step.
+            outside: Those that ran outside of a backward pass.
+        """
+        probed = {o.name.module_name for o in self._probed if isinstance(o.name, Output)}
+        names = [name for name in order if name in probed and name not in outside]
+        if names:
+            self.guard.failures.log_once(
+                f"activation gradients of {called_all(names, _NAMES_IN_MESSAGE)} are not measured: "
+                "these modules run inside of the backward pass, in separate passes that reach "
+                "no parameter, as those of torchdiffeq.odeint_adjoint",
+                kind="adjoint",
+            )
