@@ -34,7 +34,7 @@ from telemetry.ranks.merging import MergedRecords, MergedStep
 from telemetry.ranks.rank_record import RankRecord, TensorKey, TensorTable
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, StepRecord, TensorRecord
-from telemetry.records.sketch import sketch_array
+from telemetry.records.sketch import Sketch, sketch_array
 
 WORLDS = (8, 64, 256, 1024)
 INTERVALS = (10, 100)
@@ -117,6 +117,7 @@ def make_part(blocks: int, rank: int, world_size: int) -> RankRecord:
             tensors |= {
                 TensorKey(0, kind, name): draw() for kind in ("grads", "weights", "second_moments")
             }
+            tensors[TensorKey(0, "updates", name)] = TensorRecord(sketch=Sketch.empty())
     layout = Layout(
         modules=tuple(Module(name=name, type_name="Linear") for name in units),
         parameters=tuple(
@@ -125,10 +126,11 @@ def make_part(blocks: int, rank: int, world_size: int) -> RankRecord:
         ),
     )
     count = len(shapes)
-    norms, copies = dice.random(count), np.arange(count) % world_size
+    norms = dice.random(count)
     record = StepRecord(
         step=0, wall_time=0.0, layout=layout, full=True, scalars={"loss": float(norms[0])},
-        grad_norms=norms, grad_present=np.ones(count, bool), grad_finite=np.ones(count, bool),
+        grad_norms=norms, grad_norms_before_clipping=norms,
+        grad_present=np.ones(count, bool), grad_finite=np.ones(count, bool),
     )  # fmt: skip
     table = [one.rows for one in tensors.values()]
     return RankRecord(
@@ -138,10 +140,6 @@ def make_part(blocks: int, rank: int, world_size: int) -> RankRecord:
         layout_id="0123456789abcdef",
         layout=encode(layout),
         grad_copies=np.zeros(count, np.int64),
-        grad_norms_before_clipping=norms,
-        parameter_copies=(copies - rank) % world_size,
-        update_norms=np.where(copies == rank, norms, np.nan),
-        updated_norms=np.where(copies == rank, norms, np.nan),
         checks=np.stack([np.arange(count), np.zeros(count, np.int64), np.arange(count) * 2**50]),
         tensors=TensorTable.of(
             dict.fromkeys(tensors, LocalShard()), type(table[0]).concatenate(table)
@@ -154,11 +152,9 @@ def make_part(blocks: int, rank: int, world_size: int) -> RankRecord:
 def step_of(part: RankRecord, rank: int, step: int, *, full: bool) -> RankRecord:
     """The same measurements at another step of another rank; of a light step the norms."""
     if not full:
-        none, integers = np.empty(0), np.empty(0, np.int64)
-        part = replace(
-            part, layout=b"", tensors=None, grad_norms_before_clipping=none, update_norms=none,
-            updated_norms=none, parameter_copies=integers, checks=part.checks[:, :0], host="",
-        )  # fmt: skip
+        record = replace(part.record, grad_norms_before_clipping=np.empty(0))
+        checks = part.checks[:, :0]
+        part = replace(part, record=record, layout=b"", tensors=None, checks=checks, host="")
     record = replace(part.record, step=step, full=full)
     return replace(part, rank=rank, record=record, sequence=(step + 1) * 2**10 - 1)
 

@@ -33,7 +33,7 @@ import time
 import traceback
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -266,7 +266,11 @@ class Recorded:
         finite = fields["grad_finite"].all()
         some = TUPLES if full else ("learning_rates", *(() if finite else BROKEN))
         fields |= {name: tuple(step[name]) for name in some}
-        return StepRecord(**fields, **(self._detail(step) if full else {}))
+        detail = self._detail(step) if full else {}
+        before = detail.pop("total_grad_norm_before_clipping", None)
+        record = StepRecord(**fields, **detail)
+        record.total_grad_norm_before_clipping = before
+        return record
 
     def _detail(self, step: Mapping[str, Any]) -> dict[str, Any]:
         arrays, some = self._arrays, step["parameters"]
@@ -419,9 +423,9 @@ class Replay:
         if count := self._judge.request(self._schedule, record):
             self._schedule.request_full(record.step + 2, count)
 
-    def _took(self, judge: Callable[[], Iterator[Alert]]) -> float:
+    def _took(self, judge: Callable[[], list[Alert]]) -> float:
         began = time.perf_counter()
-        found = [*judge()]
+        found = judge()
         took_s = time.perf_counter() - began
         self.alerts += [json.loads(json.dumps(json_plain(alert))) for alert in found]
         return took_s

@@ -63,6 +63,8 @@ def _print(text: str) -> None:
 
 def show(message: str) -> None:
     """Log a message at INFO; print it where logging is not configured, or to a terminal."""
+    if log.level > logging.INFO:  # a level that the user has set
+        return
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info(message)
     elif _has_terminal() or (sys.stderr is not None and not log.hasHandlers()):
@@ -71,6 +73,8 @@ def show(message: str) -> None:
 
 def show_at_end(message: str) -> None:
     """Show what was logged at INFO before, unless INFO is shown: in a log, else on stderr."""
+    if log.level > logging.WARNING:  # a level that the user has set
+        return
     if not log.hasHandlers():
         if sys.stderr is not None:
             _print(_wrapped(message) if _has_terminal() else message)

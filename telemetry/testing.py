@@ -20,6 +20,7 @@ from telemetry.failures import RaisingFailures
 from telemetry.pipeline.judge import Judge
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
+from telemetry.records.step import ClippedFraction
 from telemetry.rule import AnyRule, as_rule
 from telemetry.run.arguments import content_of
 from telemetry.selection import Selection, Selectors
@@ -41,7 +42,7 @@ class CapturedRun:
         self.alerts: list[Alert] = []
         self._judge = Judge(chosen, RaisingFailures())
         self._logged: dict[int, dict[str, float]] = {}
-        self._loss = LossChoice()
+        self._loss, self._clipped_fraction = LossChoice(), ClippedFraction()
         self._loop: Loop | None = None
         self._schedule = Schedule(1, math.inf)
 
@@ -65,6 +66,7 @@ class CapturedRun:
         record.scalars, record.loss_tag = self._logged.pop(record.step, {}), self._loss.tag
         self._loss.step_ended(record.step)
         record.loss_delay = self._loss.delay
+        record.clipped_fraction = self._clipped_fraction.after(record)
         self._add(record)
 
     def _add(self, record: StepRecord) -> None:

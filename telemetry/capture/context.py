@@ -17,7 +17,6 @@ from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.scaler import SkippedSteps
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
-from telemetry.records.step import ClippedFraction
 from telemetry.selection import Selection
 from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import CompiledAutograd
@@ -54,7 +53,7 @@ class Context:
         output_grads: Whether gradients with respect to outputs are observed, too.
         thread: Thread whose forward passes belong to the step in progress; None: not known yet.
         ranks: Observer of the other ranks; None: a single rank, or not known yet.
-        clipped_fraction, skipped_steps: Counts over all steps of the run, of the worker.
+        skipped_steps: Count over all steps of the run, of the worker.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Context:
         self.training = self.in_phase = self.armed = self.output_grads = False
         self.thread: int | None = None
         self.ranks: RankObserver | None = None
-        self.clipped_fraction = ClippedFraction()
         self.skipped_steps = SkippedSteps()
 
     def observe(self, *, training: bool) -> None:

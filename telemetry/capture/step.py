@@ -423,9 +423,6 @@ class FullStep(Step):
         record.update_ratios = {names[index]: ratio for index, _, _, ratio in self.notes.moved}
         for name, value in self._copies.fields(self.guard.failures).items():
             setattr(record, name, value)
-        before = record.total_grad_norm_before_clipping
-        after = float(np.linalg.norm(record.grad_norms))
-        record.clipped_fraction = self._context.clipped_fraction.after(before, after)
         return record
 
     def _group_of_each(self, count: int) -> NDArray[np.int64]:
@@ -439,8 +436,9 @@ class FullStep(Step):
 
     def _fill_before_clipping(self, record: StepRecord) -> None:
         """Fill in the norms of used gradients, or else of all, at the end of the last pass."""
-        passed = self.backward.before_clipping
-        if not passed:
+        passed, ranks = self.backward.before_clipping, self._context.ranks
+        # The schedule of a pipeline divides gradients by the number of micro-batches later.
+        if not passed or (ranks is not None and ranks.is_in_pipeline):
             return
         # One that no pass has reached has its norm as used.
         before, none = record.grad_norms.copy(), not record.grad_present.any()
@@ -448,8 +446,7 @@ class FullStep(Step):
         for index, (group, place) in passed.items():
             if none or record.grad_present[index]:
                 before[index] = norms[group][place] / self._factor
-        self.notes.before_clipping = before
-        record.total_grad_norm_before_clipping = float(np.linalg.norm(before))
+        record.grad_norms_before_clipping = before
 
     def _observations_of_skipped_steps(self, record: StepRecord) -> int:
         """Return how many of the first observations belong to steps that a scaler skipped."""

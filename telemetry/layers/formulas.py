@@ -111,12 +111,12 @@ def by_module(layers: Layers, values: Mapping[str, float]) -> Column:
 
 def rank_spread(layers: Layers) -> Column:
     """Return the spread over ranks; unknown if one rank measured it or all ranks are equal."""
-    ranks, found = layers.record.ranks, dict[str, float]()
+    ranks, spreads = layers.record.ranks, dict[str, float]()
     for output, spread in ranks.activation_rms.items() if ranks else ():
         if not output.place and spread.low_rank != spread.high_rank:
             ratio = 0.0 if math.isinf(spread.high) else spread.low / spread.high
-            found[output.module_name] = 1 - ratio
-    return by_module(layers, found)
+            spreads[output.module_name] = 1 - ratio
+    return by_module(layers, spreads)
 
 
 def of_heads(of: Callable[[AttentionHeads], float]) -> Callable[[Layers], Column]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +33,9 @@ class Flat:
 
     def share(self, outputs: Sketch) -> float:
         """Return the share of the finite outputs in this range; 0 without any."""
-        beyond = _beyond(outputs.buckets, *self.ends)
+        low, high = self.ends
+        beyond = (outputs.buckets <= low) | (outputs.buckets >= high)
         return float(outputs.counts[beyond].sum() / (outputs.finite_count or 1))
-
-
-def _beyond(buckets: NDArray[np.int16], low: Any, high: Any) -> Any:
-    return (buckets <= low) | (buckets >= high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +80,10 @@ def saturated_shares(type_names: Sequence[str], outputs: Rows) -> NDArray[np.flo
     ``type_names`` are the names of the modules' classes, ``[rows]``. NaN if the class is not in
     :data:`BOUNDED`, or no output is finite.
     """
-    found = [(i, *BOUNDED[name].flat.ends) for i, name in enumerate(type_names) if name in BOUNDED]
-    shares = np.full(len(outputs), math.nan)
-    if not found:
-        return shares
-    places, low, high = np.array(found, np.intp).reshape(-1, 3).T
-    rows = outputs.take(places)
-    of_pair = np.arange(len(rows)).repeat(rows.bucket_count)
-    beyond = _beyond(rows.buckets, low[of_pair], high[of_pair])
-    with np.errstate(invalid="ignore"):
-        shares[places] = np.bincount(of_pair, rows.counts * beyond, len(rows)) / finite_of(rows)
+    shares, finite = np.full(len(outputs), math.nan), finite_of(outputs)
+    for row, name in enumerate(type_names):
+        if name in BOUNDED and finite[row]:
+            shares[row] = BOUNDED[name].flat.share(Sketch.of_row(outputs, row))
     return shares
 
 

@@ -61,14 +61,14 @@ def onsets(
         deviation = NORMAL_CONSISTENT * np.median(np.abs(past - usual), axis=0)
         off = now - usual
         is_off = np.abs(off) > np.maximum(_DEVIATIONS * deviation, _DECADES)
-    found = []
+    changes = []
     for column in np.flatnonzero(np.isfinite(usual)).tolist():
         first = _begins(is_off[:, column], steps, since)
         if first is not None:
             distance = float(off[first, column])
             onset = Onset(name=names[column], step=int(steps[first]), factor=10**distance)
-            found.append((onset.step, -abs(distance), onset))
-    return [onset for *_, onset in sorted(found, key=lambda item: item[:2])]
+            changes.append((onset.step, -abs(distance), onset))
+    return [onset for *_, onset in sorted(changes, key=lambda item: item[:2])]
 
 
 _CROSSES = 3  # steps: a norm that rises and then falls far is usual for one or two in between

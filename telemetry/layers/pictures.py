@@ -20,17 +20,12 @@ def columns_of(count: int, height: int, width: int) -> int:
 
 def columns_in(count: int, gray: NDArray[np.uint8]) -> int | None:
     """Return how many of ``count`` maps stand in a row of a picture; None without a grid."""
+    height, width = gray.shape
     for columns in range(1, count + 1):
         rows = -(-count // columns)
-        (tall, rest), (wide, beside) = (
-            divmod(gray.shape[i] - 1, n) for i, n in ((0, rows), (1, columns))
-        )
-        if (
-            rest
-            or beside
-            or min(tall, wide) < 2
-            or columns_of(count, tall - 1, wide - 1) != columns
-        ):
+        tall, wide = (height - 1) // rows, (width - 1) // columns  # of a map with one gap
+        fits = min(tall, wide) > 1 and (tall * rows, wide * columns) == (height - 1, width - 1)
+        if not fits or columns_of(count, tall - 1, wide - 1) != columns:
             continue
         if (gray[::tall] == GAP_LEVEL).all() and (gray[:, ::wide] == GAP_LEVEL).all():
             return columns

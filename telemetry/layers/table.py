@@ -42,7 +42,7 @@ class Statistic:
     of: Callable[[Layers], Column]  # formula for all layers at once
     every_step: bool = False  # whether it is also known at other than full steps
     on_page: bool = True  # whether page and commands show it; then it must not be negative
-    as_curve: bool = False  # whether each layer has a curve of it in TensorBoard
+    as_curve: bool = True  # whether each layer has a curve of it in TensorBoard
     over_depth: bool = False  # whether quantiles over all layers are curves, under ``depth/``
     zero_is_silent: bool = False  # whether the curves omit zeros
     # Whether a layout's first record has it; else the run does not write or show it. None: always.
@@ -69,6 +69,7 @@ STATISTICS = (
         of=formulas.grad_norm,
         every_step=True,
         over_depth=True,
+        as_curve=False,
     ),
     Statistic(
         name="grad_rms",
@@ -79,6 +80,7 @@ STATISTICS = (
         too_much=_STRONG,
         of=formulas.grad_rms,
         every_step=True,
+        as_curve=False,
     ),
     _share(
         name="grad_share",
@@ -88,6 +90,7 @@ STATISTICS = (
         too_much="one layer dominates the step, and clipping by the norm scales down all others",
         of=formulas.grad_share,
         every_step=True,
+        as_curve=False,
     ),
     Statistic(
         name="update_ratio",
@@ -99,6 +102,7 @@ STATISTICS = (
         too_much="its weights jump: a learning rate too large for it, or weights near zero",
         of=formulas.update_ratio,
         over_depth=True,
+        as_curve=False,
     ),
     Statistic(
         name="activation_rms",
@@ -107,7 +111,6 @@ STATISTICS = (
         too_little="small initial weights, or a signal that fades from layer to layer",
         too_much="large weights, no normalization, or branches that add up",
         of=formulas.of_output(moments.rms_of),
-        as_curve=True,
         over_depth=True,
     ),
     Statistic(
@@ -117,14 +120,12 @@ STATISTICS = (
         description="Mean of everything the layer returned.",
         of=formulas.of_output(moments.mean_of),
         on_page=False,
-        as_curve=True,
     ),
     Statistic(
         name="activation_std",
         title="Activation standard deviation",
         description="Standard deviation of everything the layer returned.",
         of=formulas.of_output(moments.std_of),
-        as_curve=True,
     ),
     Statistic(
         name="activation_kurtosis",
@@ -133,7 +134,6 @@ STATISTICS = (
         "distribution, far more where a few outliers carry the signal.",
         too_much="a few outliers carry the signal, which low precision does not hold",
         of=formulas.of_output(moments.kurtosis_of),
-        as_curve=True,
     ),
     Statistic(
         name="activation_min",
@@ -142,7 +142,6 @@ STATISTICS = (
         description="Smallest finite value that the layer returned.",
         of=formulas.of_known(attrgetter("min")),
         on_page=False,
-        as_curve=True,
     ),
     Statistic(
         name="activation_max",
@@ -151,7 +150,6 @@ STATISTICS = (
         description="Largest finite value that the layer returned.",
         of=formulas.of_known(attrgetter("max")),
         on_page=False,
-        as_curve=True,
     ),
     Statistic(
         name="outlier_ratio",
@@ -160,7 +158,6 @@ STATISTICS = (
         "unit.",
         too_much="single units carry the signal: low precision loses the others",
         of=formulas.of_known(formulas.outlier_ratio),
-        as_curve=True,
     ),
     Statistic(
         name="activation_grad_rms",
@@ -169,6 +166,7 @@ STATISTICS = (
         too_little=_WEAK,
         too_much=_STRONG,
         of=formulas.of_kind("output_grads", moments.rms_of),
+        as_curve=False,
     ),
     _share(
         name="zero_fraction",
@@ -176,7 +174,6 @@ STATISTICS = (
         description="Share of exact zeros in what the layer returned.",
         too_much="ReLU units that seldom fire, or a mask",
         of=formulas.of_known(moments.zero_fraction_of),
-        as_curve=True,
     ),
     _share(
         name="dead_units",
@@ -184,7 +181,6 @@ STATISTICS = (
         description="Share of units or channels that returned zero for the whole batch.",
         too_much="units that will not recover: a learning rate too large, or a large negative bias",
         of=formulas.of_known(attrgetter("dead_fraction")),
-        as_curve=True,
         over_depth=True,
     ),
     _share(
@@ -194,7 +190,6 @@ STATISTICS = (
         "quarter of its largest (Sigmoid, Tanh, Hardtanh, Softsign, Hardsigmoid, ReLU6).",
         too_much="hardly any gradient comes through: large weights, or inputs that are not scaled",
         of=formulas.saturation,
-        as_curve=True,
     ),
     Statistic(
         name="attention_logit_max",
@@ -204,7 +199,6 @@ STATISTICS = (
         too_much="the softmax is 0 or 1 and passes no gradient: queries and keys that grow, a "
         "missing 1 / sqrt(d)",
         of=formulas.of_heads(lambda heads: float(np.maximum(heads.logit_max, 0.0).max())),
-        as_curve=True,
         measured_in=attrgetter("attention"),
     ),
     _share(
@@ -214,7 +208,6 @@ STATISTICS = (
         "that of uniform weights.",
         too_little="each query attends to a single key: logits that are too large",
         of=formulas.of_heads(formulas.mean_entropy),
-        as_curve=True,
         measured_in=attrgetter("attention"),
     ),
     Statistic(
@@ -225,7 +218,6 @@ STATISTICS = (
         "of the router get equally many.",
         too_much="the router prefers few experts: no load balancing, or one that is too weak",
         of=formulas.of_loads(lambda shares: float(shares.std() / shares.mean())),
-        as_curve=True,
         measured_in=attrgetter("expert_loads"),
     ),
     Statistic(
@@ -237,7 +229,6 @@ STATISTICS = (
         "which equal loads would be as even.",
         too_little="the router prefers few experts: no load balancing, or one that is too weak",
         of=formulas.of_loads(formulas.effective),
-        as_curve=True,
         measured_in=attrgetter("expert_loads"),
     ),
     _share(
@@ -246,7 +237,6 @@ STATISTICS = (
         description="Share of the router's experts that got no token in the step.",
         too_much="experts that will not recover without load balancing, or few tokens per step",
         of=formulas.of_loads(lambda shares: float(np.mean(shares == 0))),
-        as_curve=True,
         measured_in=attrgetter("expert_loads"),
     ),
     Statistic(
@@ -254,6 +244,7 @@ STATISTICS = (
         title="Weight norm",
         description="L2 norm of the layer's parameters before the step.",
         of=formulas.of_kind("weights", moments.norm_of),
+        as_curve=False,
     ),
     Statistic(
         name="weight_rms",
@@ -261,7 +252,6 @@ STATISTICS = (
         description="Root mean square of the layer's parameters before the step: comparable "
         "between layers of different size.",
         of=formulas.of_kind("weights", moments.rms_of),
-        as_curve=True,
     ),
     Statistic(
         name="second_moment_rms",
@@ -273,7 +263,6 @@ STATISTICS = (
         of=formulas.of_kind(
             "second_moments", lambda x: np.sqrt(np.maximum(moments.mean_of(x), 0.0))
         ),
-        as_curve=True,
     ),
     _underflow(
         name="fp8_underflow",
@@ -281,19 +270,20 @@ STATISTICS = (
         description="Share of the activations other than zero that 8-bit floats (e4m3) round to "
         "zero, when a factor makes the largest one 448.",
         of=formulas.underflow("outputs"),
-        as_curve=True,
     ),
     _underflow(
         name="grad_fp8_underflow",
         title="FP8 underflow of gradients",
         description="The same of the gradients with respect to what the layer returned.",
         of=formulas.underflow("output_grads"),
+        as_curve=False,
     ),
     _underflow(
         name="weight_fp8_underflow",
         title="FP8 underflow of weights",
         description="The same of the layer's parameters before the step.",
         of=formulas.underflow("weights"),
+        as_curve=False,
     ),
     _share(
         name="rank_spread",
@@ -301,7 +291,6 @@ STATISTICS = (
         description="How much smaller the activation RMS is on one of several ranks than on "
         "another: 0 where all are alike.",
         of=formulas.rank_spread,
-        as_curve=True,
         measured_in=lambda record: record.ranks is not None,
     ),
     Statistic(
@@ -310,7 +299,6 @@ STATISTICS = (
         unit="elements",
         description="NaN and infinite elements in outputs, parameters and both their gradients.",
         of=formulas.nonfinite,
-        as_curve=True,
         zero_is_silent=True,
     ),
     Statistic(
@@ -321,6 +309,7 @@ STATISTICS = (
         + ", ".join(f"{number} {text}" for number, text in enumerate(formulas.TRAINING_STATES))
         + ". Of several parameters, the one that trains most.",
         of=formulas.training_state,
+        as_curve=False,
     ),
 )
 """All statistics, in the order in which they are shown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,26 +26,26 @@ _NAN = np.uint32(0x7FC00000)
 
 
 def with_parts(record: StepRecord, outputs: Group) -> Group:
-    """Return outputs where the units of routers are experts, and those of attention are heads.
+    """Return the layers' outputs, where units of routers are experts, and of attention heads.
 
     Both extremes of an expert are its number of tokens, and of a head its largest logit. Attention
     modules that returned a tensor with units keep those.
     """
-    position, parts = record.layout.position, dict[int, NDArray[Any]]()
-    counts = dict(zip(outputs.modules.tolist(), outputs.rows.unit_count.tolist(), strict=True))
-    for name, heads in record.attention.items():
-        if (module := position.get(name)) is not None and not counts[module]:
-            parts[module] = heads.logit_max
+    position, rows = record.layout.position, outputs.rows
+    parts: dict[int, NDArray[Any]] = {
+        row: heads.logit_max
+        for name, heads in record.attention.items()
+        if (row := position.get(name)) is not None and not rows.unit_count[row]
+    }
     parts |= {position[n]: load for n, load in record.expert_loads.items() if n in position}
     if not parts:
         return outputs
-    units = [outputs.rows.units_of(row) for row in range(len(outputs.rows))]
-    for row, module in enumerate(outputs.modules.tolist()):
-        if module in parts:
-            units[row] = np.repeat(parts[module], 2).reshape(-1, 2).astype(np.float32)
-    found = [outputs.rows.units[:0] if of is None else of for of in units]
-    rows = outputs.rows.having(np.concatenate(found), unit_count=[len(of) for of in found])
-    return Group(rows=rows, modules=outputs.modules, size=outputs.size)
+    units = [rows.units_of(row) for row in range(len(rows))]
+    for row, values in parts.items():
+        units[row] = np.repeat(values, 2).reshape(-1, 2).astype(np.float32)
+    known = [rows.units[:0] if of is None else of for of in units]
+    rows = rows.having(np.concatenate(known), unit_count=[len(of) for of in known])
+    return replace(outputs, rows=rows)
 
 
 def encode_units(outputs: Group) -> bytes:
@@ -94,10 +95,10 @@ def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
         raise ValueError("it does not hold units")
     pairs = np.frombuffer(content, "<u4").reshape(2, -1).T.astype(np.int64)
     heads, runs, kept = np.split(pairs[1:], [pairs[0, 0], pairs[0].sum()])
-    found = np.flatnonzero(heads[:, 0] == module)
-    if not len(found):
+    layer = np.flatnonzero(heads[:, 0] == module)
+    if not len(layer):
         return None
-    size, end = heads[found[0], 1], heads[: found[0] + 1, 1].sum()
+    size, end = heads[layer[0], 1], heads[: layer[0] + 1, 1].sum()
     if size > _MOST_UNITS:
         raise ValueError(f"a layer has {size} units")
     units = np.tile(NO_VALUES, (size, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from telemetry.alert import Alert
@@ -23,18 +23,33 @@ class Judge:
         self._is_finite = True
         self._has_confirmed = False
 
-    def judge(self, record: StepRecord) -> Iterator[Alert]:
-        """Yield the alerts of a step."""
+    def judge(self, record: StepRecord) -> list[Alert]:
+        """Return the alerts of a step."""
         is_finite = record.all_grads_finite and math.isfinite(record.loss or 0.0)
         self._has_confirmed |= self._is_finite and not is_finite
         self._is_finite = is_finite
+        return self._alerts_of(lambda rule: rule(record))
+
+    def judge_loss(self, step: int, loss: float) -> list[Alert]:
+        """Return the alerts of a loss that was just logged."""
+        return self._alerts_of(lambda rule: rule.on_loss(step, loss))
+
+    def _alerts_of(self, apply: Callable[[Rule], object]) -> list[Alert]:
+        """Return the alerts of all rules; the user's own may return anything."""
+        alerts: list[Alert] = []
         for rule in self._rules:
             try:
-                yield from self._checked(rule(record))
-            except GeneratorExit:
-                raise
+                returned = apply(rule)
+                for alert in returned if isinstance(returned, Iterable) else (returned,):
+                    if not isinstance(alert, Alert):
+                        raise TypeError(
+                            f"a rule must return alerts, () for none; it returned {returned!r}"
+                        )
+                    self._has_confirmed |= alert.stage != "resolved"
+                    alerts.append(alert)
             except BaseException:  # of any rule; sys.exit() would end the worker
-                self._report(rule)
+                self._failures.report(f"to apply the rule {(rule.failed or rule.name)!r}")
+        return alerts
 
     def request(self, schedule: Schedule, record: StepRecord) -> int:
         """Pass on the requests of the rules, which have judged the step; return that of full steps.
@@ -51,20 +66,6 @@ class Judge:
             norms_above=min([r.requests_norms_above for r in self._rules], default=math.inf),
             is_finite=self._is_finite,
         )
-
-    def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
-        """Yield the alerts of a loss that was just logged."""
-        for rule in self._rules:
-            try:
-                if (alerts := rule.on_loss(step, loss)) != ():
-                    yield from self._checked(alerts)
-            except GeneratorExit:
-                raise
-            except BaseException:
-                self._report(rule)
-
-    def _report(self, rule: Rule) -> None:
-        self._failures.report(f"to apply the rule {(rule.failed or rule.name)!r}")
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the states of the rules that have one, in their order."""
@@ -91,14 +92,6 @@ class Judge:
             except Exception as error:  # of any rule
                 misfits.append(f"{name}: {error or repr(error)}")
         return misfits + [f"there is no rule {name}" for name in known]
-
-    def _checked(self, returned: object) -> Iterator[Alert]:
-        """Yield the alerts that a rule returned; the user's own may return anything."""
-        for alert in returned if isinstance(returned, Iterable) else (returned,):
-            if not isinstance(alert, Alert):
-                raise TypeError(f"a rule must return alerts, () for none; it returned {returned!r}")
-            self._has_confirmed |= alert.stage != "resolved"
-            yield alert
 
     def _named(self) -> Iterator[tuple[str, Rule]]:
         """Yield the rules by name; the second and later ones of a name are numbered."""

@@ -22,7 +22,7 @@ from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
 from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
-from telemetry.records.step import NO_LAYOUT, InputRows
+from telemetry.records.step import NO_LAYOUT, ClippedFraction, InputRows
 from telemetry.rule import Rule
 from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
@@ -64,7 +64,7 @@ class Processor:
         run_log: Writes everything else.
         rules: Judge each training step.
         on_step: Called with each training step before the rules judge it; must not raise.
-        on_alert: Called with each alert and the time at which its step ended.
+        on_alert: Called with each alert.
         schedule: Receives the requests of the rules, and the time of the worker.
 
     Attributes:
@@ -79,7 +79,7 @@ class Processor:
         run_log: RunLog,
         rules: Iterable[Rule],
         on_step: Callable[[StepRecord], None],
-        on_alert: Callable[[Alert, float], None],
+        on_alert: Callable[[Alert], None],
         schedule: Schedule,
         failures: Failures,
         loss: LossChoice,
@@ -100,24 +100,23 @@ class Processor:
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
         self._last_step = 0
-        self._input_rows = InputRows()
+        self._input_rows, self._clipped_fraction = InputRows(), ClippedFraction()
         self._batches = run_log.batches
 
     def process(self, item: Item) -> None:
         """Judge and write an item of the queue."""
         began_s = time.thread_time()
+        work: Work = "logged"
         try:
-            self._process(item)
+            if isinstance(item, Batch):
+                self._batches.add([self.ranks.noted(item)])
+            elif isinstance(item, MergedStep):
+                self._record_merged(item)
+            else:
+                work = "full" if item.full else "norms"
+                self._add_step(item)
         finally:
-            self._schedule.account.worker_took(_kind_of_work(item), time.thread_time() - began_s)
-
-    def _process(self, item: Item) -> None:
-        if isinstance(item, Batch):
-            self._batches.add([self.ranks.noted(item)])
-        elif isinstance(item, MergedStep):
-            self._record_merged(item)
-        else:
-            self._add_step(item)
+            self._schedule.account.worker_took(work, time.thread_time() - began_s)
 
     def _add_step(self, pending: Step) -> None:
         """Record a step here, or send it to rank 0."""
@@ -144,7 +143,7 @@ class Processor:
             "rules": self._judge.state_dict(),
             "schedule": self._schedule.state_dict(),
             "logged": dict(self._scalars.get(step, {})),
-            "loss": self._loss.state_dict(),
+            "loss": self._loss.tag,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
@@ -157,7 +156,7 @@ class Processor:
         with self._failures.contained("to write the scalars of a checkpoint"):
             self._write_logged(step, time.time(), self.ranks.logged(self._scalars.get(step, {})))
         self._batches.clear()
-        self._loss.load_state_dict(state.get("loss"))
+        self._loss.restore(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
         self._schedule.load_state_dict(state.get("schedule"), step)
         return self._judge.load_state_dict(state.get("rules")) if self.ranks.records else []
@@ -166,7 +165,7 @@ class Processor:
         """Write logged scalars, and judge the losses among them."""
         began_s = time.thread_time()
         for step, wall_time, logged in items:
-            try:
+            with self._failures.contained("to write logged scalars"):
                 values = {
                     name: float(value.wait()) if isinstance(value, HostCopy) else value
                     for name, value in logged.items()
@@ -175,8 +174,6 @@ class Processor:
                 self._loss.add(step, values)
                 self._schedule.logged(step, values)
                 self._record_logged(step, wall_time, self.ranks.logged(values))
-            except Exception:
-                self._failures.report("to write logged scalars")
         self._schedule.account.worker_took("logged", time.thread_time() - began_s)
 
     def _record_logged(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
@@ -250,6 +247,7 @@ class Processor:
 
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
+        record.clipped_fraction = self._clipped_fraction.after(record)
         written = self._input_rows.added(record.recorded())
         with self._failures.contained("to write the run log"):
             self._log.step(written)  # before its alerts, which need the random state
@@ -257,16 +255,13 @@ class Processor:
             record.loss_delay = self._loss.delay
             self._layout, self._last_step = record.layout, record.step
             self._on_step(record)
-            try:
-                self._report(self._judge.judge(record), record.wall_time)
-            finally:
-                self._request_steps(record)
-        record = written
-        step, wall_time, late = self._dashboard.rates.late_values(record)
+            self._report(self._judge.judge(record), record.wall_time)
+            self._request_steps(record)
+        step, wall_time, late = self._dashboard.rates.late_values(written)
         if late:
             self._write_values(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
-        values = chain.from_iterable(self._dashboard.values_of(record))
+        values = chain.from_iterable(self._dashboard.values_of(written))
         while some := list(islice(values, VALUES_AT_ONCE)):
             self._write_values(some, record.step, record.wall_time, droppable=True)
         if not record.phase:
@@ -283,28 +278,18 @@ class Processor:
 
     def _report(self, alerts: Iterable[Alert], wall_time: float) -> None:
         for alert in alerts:
-            self._report_one(alert, wall_time)
-
-    def _report_one(self, alert: Alert, wall_time: float) -> None:
-        alert = located(alert, self._layout)
-        if alert.batches:
-            known = {
-                batch.step: self._batches.of(batch.step) or (batch,) for batch in alert.batches
-            }
-            alert = replace(alert, batches=tuple(chain.from_iterable(known.values())))
-        level = logging.INFO if alert.stage == "resolved" else _LEVELS[alert.severity]
-        if is_rank_0():
-            log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
-        with self._failures.contained("to write an alert"):
-            self._log.alert(alert, wall_time)
-            self._write_values(
-                self._dashboard.alert_values(alert), alert.step, wall_time, flush=True
-            )
-        with self._failures.contained("to call on_alert", of=BaseException):
-            self._on_alert(alert, wall_time)
-
-
-def _kind_of_work(item: Item) -> Work:
-    if isinstance(item, Step):
-        return "full" if item.full else "norms"
-    return "logged"
+            alert = located(alert, self._layout)
+            if alert.batches:
+                known = {
+                    batch.step: self._batches.of(batch.step) or (batch,) for batch in alert.batches
+                }
+                alert = replace(alert, batches=tuple(chain.from_iterable(known.values())))
+            level = logging.INFO if alert.stage == "resolved" else _LEVELS[alert.severity]
+            if is_rank_0():
+                log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
+            with self._failures.contained("to write an alert"):
+                self._log.alert(alert, wall_time)
+                values = self._dashboard.alert_values(alert)
+                self._write_values(values, alert.step, wall_time, flush=True)
+            with self._failures.contained("to call on_alert", of=BaseException):
+                self._on_alert(alert)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from telemetry.capture import Step
 from telemetry.failures import Failures
@@ -71,7 +71,6 @@ class Pipeline:
         self._pid = os.getpid()
         self._closed = False
         self._abandoned = False  # close() has timed out: nothing more may be written
-        self._late: threading.Event | None = None
         self._has_ended = threading.Event()
         self._thread = _Worker(target=self._run, name="telemetry", daemon=True)
         start(self._thread)
@@ -113,23 +112,8 @@ class Pipeline:
 
         Returns at once on the worker of any pipeline.
         """
-        here = threading.current_thread()
-        if self._closed or os.getpid() != self._pid or isinstance(here, _Worker):
-            return
-        done = threading.Event()
-        self.put_now(done.set)
-        if not done.wait(timeout_s):
-            self._late = done
-            log.warning("telemetry: queued steps are not judged within %.3g s", timeout_s)
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the processor's state, with ``step`` in progress, after all queued items."""
-        return self.run_on_worker(lambda: self._processor.state_dict(step)) or {}
-
-    def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Restore the state, with ``step`` in progress; return what does not fit."""
-        misfits = self.run_on_worker(lambda: self._processor.load_state_dict(state, step))
-        return ["the rules"] if misfits is None else misfits
+        if not isinstance(threading.current_thread(), _Worker):
+            self.run_on_worker(lambda: None, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Process the queued items, end the worker, and log lost steps. Idempotent.
@@ -146,7 +130,9 @@ class Pipeline:
         if not was_closed:
             self._report_losses(timeout_s)
 
-    def run_on_worker(self, fn: Callable[[], Result]) -> Result | None:
+    def run_on_worker(
+        self, fn: Callable[[], Result], timeout_s: float = CLOSE_TIMEOUT_S
+    ) -> Result | None:
         """Return the result of ``fn``, called after all queued items.
 
         None if it raises, which is logged, or after a timeout.
@@ -164,9 +150,9 @@ class Pipeline:
 
         self.put_now(call)
         try:
-            return results.get(timeout=CLOSE_TIMEOUT_S)
+            return results.get(timeout=timeout_s)
         except Empty:
-            log.warning("telemetry: the rules take longer than %.0f s", CLOSE_TIMEOUT_S)
+            log.warning("telemetry: queued steps are not judged within %.3g s", timeout_s)
             return None
 
     def on_own_thread(self) -> bool:

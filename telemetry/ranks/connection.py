@@ -107,8 +107,8 @@ class Rendezvous:
     def find(self) -> Address | None:
         """Return rank 0's address; None if it is not published."""
         # Unlike get(), this does not wait for the key.
-        found = _default_store().compare_set(self.key, _NONE, _NONE).decode()
-        return None if found == _NONE else Address(*json.loads(found))
+        address = _default_store().compare_set(self.key, _NONE, _NONE).decode()
+        return None if address == _NONE else Address(*json.loads(address))
 
 
 async def in_thread(call: Callable[[], T]) -> T:

@@ -34,11 +34,11 @@ from telemetry.records import (
     Spread,
     StepRecord,
 )
-from telemetry.records.moments import rms_of
+from telemetry.records.moments import nonfinite_of, norm_of, rms_of
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import sketch_array
-from telemetry.records.step import NO_LAYOUT, OF_PARAMETERS, REDUCTIONS, By, ClippedFraction
-from telemetry.records.tensor import Tensors
+from telemetry.records.step import NO_LAYOUT, OF_PARAMETERS, REDUCTIONS, By
+from telemetry.records.tensor import TensorRecord, Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
 # A pipeline stage may have this in the place of other stages' modules.
@@ -71,7 +71,7 @@ def _norm(values: Array, where: Array) -> Array:
 
 # Of arrays ``[ranks, parameters]``, where a copy counts; and the value of a parameter without one.
 _OF_COLUMNS: Mapping[By, tuple[Callable[..., Array], float]] = {
-    By.NORM: (_norm, np.nan),
+    By.NORM: (_norm, 0.0),
     By.ANY: (partial(np.logical_or.reduce, axis=0), False),
     By.ALL: (partial(np.logical_and.reduce, axis=0), True),
 }
@@ -144,7 +144,7 @@ class MergedStep:
     """Records of several ranks of one step or phase; their tensors are merged as they arrive."""
 
     def __init__(self, first: RankRecord) -> None:
-        self.step, self.phase, self.sequence = first.record.step, first.record.phase, first.sequence
+        self.step, self.phase = first.record.step, first.record.phase
         self.parts: dict[int, RankRecord] = {}  # by rank, without tensors
         self.tables: list[TensorTable] = []  # their tensors, some merged
         self.rms: dict[int, dict[TensorKey, float]] = {}  # root mean squares of outputs, by rank
@@ -179,7 +179,6 @@ class MergedRecords:
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, str], Layout] = {}  # by stage and id
         self._joined = JoinedLayouts({})
-        self._clipped_fraction = ClippedFraction()
 
     def record(self, merged: MergedStep) -> StepRecord:
         """Return the record of a step; it has no layout if the step did not end on any rank."""
@@ -191,10 +190,7 @@ class MergedRecords:
         layouts = {key: self._layouts[key] for key in keys if key in self._layouts}
         if layouts.keys() != self._joined.positions.keys():
             self._joined = JoinedLayouts(layouts)
-        record = _Merge(merged, self._joined).record()
-        before, norm = record.total_grad_norm_before_clipping, record.total_grad_norm
-        record.clipped_fraction = self._clipped_fraction.after(before, norm)
-        return record
+        return _Merge(merged, self._joined).record()
 
 
 class JoinedLayouts:
@@ -267,16 +263,12 @@ class _Merge:
         )
         broken = frozenset(record.nonfinite_parameters)
         record.nonfinite_parameters = tuple([name for name in names if name in broken])
-        before = self._column(By.NORM, attrgetter("grad_norms_before_clipping"))
-        sums = self._sum_addends(record.grad_norms, before)
-        if any(part.grad_norms_before_clipping.size for part in self._ended):
-            norm = np.linalg.norm(before[record.grad_present])
-            record.total_grad_norm_before_clipping = float(norm)
-        record.grad_norms = np.where(record.grad_present, record.grad_norms, 0.0)
-        record.grad_finite |= ~record.grad_present
-        record.update_ratios = self._update_ratios(names)
-        for kind, tensors in self._tensors(sums if self._step.measured else {}).items():
-            setattr(record, kind, tensors)
+        sums = self._sum_addends(record.grad_norms, record.grad_norms_before_clipping)
+        tensors = self._tensors(sums if self._step.measured else {})
+        updates = tensors.pop("updates", Tensors((), Rows.of(())))
+        for kind, some in tensors.items():
+            setattr(record, kind, some)
+        record.update_ratios = _update_ratios(updates, record.weights)
         record.ranks = self._facts()
         return record
 
@@ -284,7 +276,9 @@ class _Merge:
         """Return the value of a field that is no tensor; None: no rank has it."""
         value_of = attrgetter(f"record.{name}")
         if by in _OF_COLUMNS:
-            return self._column(by, value_of)
+            columns = [(value_of(part), part.grad_copies) for part in self._ended]
+            placed = [(*own, at) for own, at in zip(columns, self._at, strict=True) if own[0].size]
+            return merge_column(by, placed, self._count) if placed else None
         if by is By.MEAN:
             of_ranks = [(part.rank, value_of(part)) for part in self._parts]
             means, self._spreads[name] = over_ranks(of_ranks)
@@ -306,14 +300,6 @@ class _Merge:
         # Rank 0 may have a part of the parameters.
         return None if name in OF_PARAMETERS and len(value) != self._count else value
 
-    def _column(
-        self, by: By, values_of: Callable[[RankRecord], Array], copies: str = "grad_copies"
-    ) -> Array:
-        """Return a column over all parameters; ranks without it do not count."""
-        columns = [(values_of(part), getattr(part, copies)) for part in self._ended]
-        placed = [(*own, at) for own, at in zip(columns, self._at, strict=True) if own[0].size]
-        return merge_column(by, placed, self._count)
-
     def _sum_addends(self, norms: Floats, before: Floats) -> dict[int, Floats]:
         """Return sums of addends by position of the parameter; the lowest copy counts.
 
@@ -330,18 +316,10 @@ class _Merge:
         }
         for index, values in sums.items():
             whole = float(np.linalg.norm(values))
-            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+            if before.size:
+                before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
             norms[index] = whole
         return sums
-
-    def _update_ratios(self, names: Sequence[str]) -> dict[str, float]:
-        updates, sizes = (
-            self._column(By.NORM, attrgetter(name), "parameter_copies")
-            for name in ("update_norms", "updated_norms")
-        )
-        with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
-            ratios = (updates / sizes).tolist()
-        return {names[index]: ratios[index] for index in np.flatnonzero(~np.isnan(sizes)).tolist()}
 
     def _tensors(self, sums: Mapping[int, Floats]) -> dict[str, Tensors[Any]]:
         """Return the measured tensors by kind, in the order of the layout."""
@@ -396,6 +374,18 @@ class _Merge:
         )
 
 
+def _update_ratios(
+    updates: Mapping[str, TensorRecord], weights: Mapping[str, TensorRecord]
+) -> dict[str, float]:
+    moved = figures_of(updates, norm_of)
+    sizes = figures_of(
+        weights, lambda rows: np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
+        ratios = np.array([*moved.values()]) / [sizes[name] for name in moved]
+    return dict(zip(moved, ratios.tolist(), strict=True))
+
+
 def differing(checks: Integers, parameters: Sequence[Parameter]) -> tuple[Divergence, ...]:
     """Return the copies that differ; the sum of most ranks is right, of several the lowest rank's.
 
@@ -407,10 +397,10 @@ def differing(checks: Integers, parameters: Sequence[Parameter]) -> tuple[Diverg
     counts = np.diff(starts, append=checks.shape[1])
     firsts = zip(checks[:, starts].T.tolist(), counts, strict=True)
     sums = by_key(sorted, [{(i, shard): (-count, rank)} for (i, shard, _, rank), count in firsts])
-    found: dict[int, Divergence] = {}
+    diverged: dict[int, Divergence] = {}
     for (index, shard), ((_, right), *wrong) in sums.items():
         if wrong:
             rank, name = min(rank for _, rank in wrong), parameters[index].name
             new = Divergence(parameter=name, rank=rank, other=right, declared=shard >= 0)
-            found[index] = min(found.get(index, new), new, key=attrgetter("rank"))
-    return tuple(found.values())
+            diverged[index] = min(diverged.get(index, new), new, key=attrgetter("rank"))
+    return tuple(diverged.values())

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,9 +19,10 @@ from telemetry.events import message_pack
 from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankObserver
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.batches import Batch
-from telemetry.records.moments import nonfinite_of, norm_of
+from telemetry.records.moments import norm_of
 from telemetry.records.rows import COLUMNS, NO_VALUES, Rows
-from telemetry.records.step import REDUCTIONS, By
+from telemetry.records.sketch import Sketch
+from telemetry.records.step import OF_GRADIENTS, REDUCTIONS, By
 from telemetry.records.tensor import Tensors, bad_among, figures_of
 from telemetry.untrusted import MAX_INTEGER
 
@@ -33,7 +33,7 @@ Natural: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**20)]
 
 # Version of the messages; ranks with different ones do not connect.
-FORMAT = "24"
+FORMAT = "25"
 
 # Kinds of tensors that belong to no pipeline stage.
 OF_INPUTS = ("inputs", "channels")
@@ -42,14 +42,6 @@ KINDS = [name for name, by in REDUCTIONS.items() if by is By.TENSORS]
 _NO_TENSORS: Mapping[str, Any] = {kind: {} for kind in KINDS}
 # Fields of a record that are sent; tensors are sent as one table.
 _SENT = {"step", "phase", *[n for n, by in REDUCTIONS.items() if by is not By.RANK_0]} - {*KINDS}
-
-
-def _no_floats() -> Floats:
-    return np.empty(0)
-
-
-def _no_integers() -> Integers:
-    return np.empty(0, np.int64)
 
 
 class TensorKey(NamedTuple):
@@ -116,12 +108,7 @@ class RankRecord:
     stage: int = 0  # of a pipeline; 0 without one
     layout_id: str = ""  # of equal layouts; empty: the step did not end
     layout: bytes = b""  # see :func:`read_layout`; empty where it was sent before
-    grad_copies: Integers = field(default_factory=_no_integers)
-    grad_norms_before_clipping: Floats = field(default_factory=_no_floats)  # empty: unknown
-    # Norms of updates and of the parameters before them, at full steps; NaN: not measured.
-    parameter_copies: Integers = field(default_factory=_no_integers)
-    update_norms: Floats = field(default_factory=_no_floats)
-    updated_norms: Floats = field(default_factory=_no_floats)
+    grad_copies: Integers = field(default_factory=lambda: np.empty(0, np.int64))
     # Gradients that are sums of the ranks' addends; the norms are those of the addends.
     addends: tuple[Addend, ...] = ()
     # Sums of bits, equal where shards are: index of the parameter, shard, sum ``[3, checks]``.
@@ -135,11 +122,8 @@ class RankRecord:
 
     def __post_init__(self) -> None:
         record, shape = self.record, (len(self.grad_copies),)
-        columns = [self.grad_copies, record.grad_norms, record.grad_present, record.grad_finite]
-        if self.grad_norms_before_clipping.size:
-            columns.append(self.grad_norms_before_clipping)
-        if self.parameter_copies.size or self.update_norms.size or self.updated_norms.size:
-            columns += [self.parameter_copies, self.update_norms, self.updated_norms]
+        columns = [self.grad_copies, *[getattr(record, name) for name in OF_GRADIENTS]]
+        columns = columns if columns[-1].size else columns[:-1]
         fits = all(column.shape == shape for column in columns)
         fits &= self.checks.ndim == 2 and len(self.checks) == 3
         fits &= not self.layout or (len(read_layout(self.layout).parameters),) == shape
@@ -213,9 +197,6 @@ class RankRecords:
         if is_new := record.layout is not self._layout:
             self._layout, self._layout_data = record.layout, message_pack.encode(record.layout)
             self._layout_id = hashlib.blake2b(self._layout_data, digest_size=8).hexdigest()
-        parameter_copies, updates, sizes = _updates(record, notes, ranks)
-        # The schedule of a pipeline divides gradients by the number of micro-batches later.
-        before = None if ranks.is_in_pipeline else notes.before_clipping
         checks = [
             (index, notes.parameters[index].shard, total)
             for indices, totals in notes.bit_sums
@@ -232,10 +213,6 @@ class RankRecords:
             layout_id=self._layout_id,
             layout=self._layout_data if record.full or record.phase or is_new else b"",
             grad_copies=ranks.copies(count, notes.grads),
-            grad_norms_before_clipping=_no_floats() if before is None else before,
-            parameter_copies=parameter_copies,
-            update_norms=updates,
-            updated_norms=sizes,
             addends=tuple(_addends(record, notes)),
             checks=np.array(checks, np.int64).reshape(-1, 3).T,
             step_s=step_s,
@@ -262,58 +239,53 @@ class RankRecords:
 
 def _nonfinite(record: StepRecord) -> str:
     """Return the first NaN or infinity, or an empty string."""
-    found = [f"the parameter {name}" for name in record.nonfinite_parameters]
-    found += [f"the output of {output}" for output in bad_among(record.outputs)]
-    found += ["the loss"] * (record.loss is not None and not math.isfinite(record.loss))
-    return next(iter(found), "")
+    places = [f"the parameter {name}" for name in record.nonfinite_parameters]
+    places += [f"the output of {output}" for output in bad_among(record.outputs)]
+    places += ["the loss"] * (record.loss is not None and not math.isfinite(record.loss))
+    return next(iter(places), "")
 
 
 def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> TensorTable | None:
+    """Return the measured tensors, and the norms of the updates as the kind ``updates``."""
+    if not any(getattr(record, kind) for kind in KINDS):
+        return None
+    tensors = {kind: Tensors.of(getattr(record, kind)) for kind in KINDS}
+    tensors["updates"] = _updates(record, notes)
     shards_of: dict[str, Mapping[Any, LocalShard]] = {
         "output_grads": notes.output_grads,
         "grads": notes.grads,
         "weights": notes.parameters,
         "second_moments": notes.parameters,
+        "updates": notes.parameters,
     }
-    found: dict[TensorKey, LocalShard] = {}
-    for kind in KINDS:
+    sent: dict[TensorKey, LocalShard] = {}
+    for kind, some in tensors.items():
         shards = shards_of.get(kind, notes.outputs)
-        for name in getattr(record, kind):
+        for name in some:
             if kind in OF_INPUTS:
                 shard = shards.get("" if kind == "channels" else name, UNSPLIT)
-                found[TensorKey(0, kind, name)] = shard
+                sent[TensorKey(0, kind, name)] = shard
             elif isinstance(name, Output):
-                found[TensorKey(ranks.stage, kind, *name)] = shards.get(name, UNSPLIT)
+                sent[TensorKey(ranks.stage, kind, *name)] = shards.get(name, UNSPLIT)
             else:
                 index = record.layout.parameter_position[name]
                 shard = shards.get(index) or ranks.of_plain(index)
-                found[TensorKey(ranks.stage, kind, name)] = shard
-    rows = [Tensors.of(getattr(record, kind)).rows for kind in KINDS if found]
-    return TensorTable.of(found, Rows.concatenate(rows)) if found else None
+                sent[TensorKey(ranks.stage, kind, name)] = shard
+    return TensorTable.of(sent, Rows.concatenate([some.rows for some in tensors.values()]))
 
 
-def _updates(
-    record: StepRecord, notes: RankNotes, ranks: RankObserver
-) -> tuple[Integers, Floats, Floats]:
-    """Return copies of parameters, and norms of their updates and of themselves before.
+def _updates(record: StepRecord, notes: RankNotes) -> Tensors[str]:
+    """Return the updates of parameters, of which only the sums of squares are known.
 
-    Empty at other than full steps; NaN: not measured. The update of a large parameter is its norm
-    times the ratio of a sample, if that is known.
+    The update of a large parameter is its norm times the ratio of a sample, if that is known.
     """
-    if not record.full:
-        return _no_integers(), _no_floats(), _no_floats()
-    layout = record.layout
-    updates, sizes = np.full((2, len(layout.parameters)), np.nan)
-    norms = figures_of(
-        record.weights, lambda rows: np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
-    )
+    names, norms = [p.name for p in record.layout.parameters], dict[str, float]()
+    sizes = figures_of(record.weights, norm_of)
     for index, update, _, ratio in notes.moved:
-        if (size := norms.get(layout.parameters[index].name)) is not None:
-            sizes[index], updates[index] = size, ratio * size if size else update
-    counts = figures_of(record.weights, attrgetter("count"))
-    empty = [layout.parameter_position[name] for name, count in counts.items() if count == 0]
-    updates[empty] = sizes[empty] = 0.0  # of empty shards
-    return ranks.copies(len(sizes), notes.parameters), updates, sizes
+        if (size := sizes.get(names[index])) is not None:
+            norms[names[index]] = ratio * size if size else update
+    rows = Rows.of([Sketch.empty()] * len(norms))
+    return Tensors([*norms], rows.having(sum_squares=np.square([*norms.values()])))
 
 
 def _addends(record: StepRecord, notes: RankNotes) -> Iterator[Addend]:

@@ -124,7 +124,7 @@ def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 @dataclass(kw_only=True, eq=False)
 class RankNotes:
-    """Local shards of one step, by output or by index of the parameter; norms for merging."""
+    """Local shards of one step, by output or by index of the parameter; values for merging."""
 
     outputs: dict[str | Output, LocalShard] = field(default_factory=dict)  # and inputs, by name
     output_grads: dict[Output, LocalShard] = field(default_factory=dict)
@@ -135,8 +135,6 @@ class RankNotes:
     # elements' bits read as whole numbers, modulo 2**64, int64 [k]. These do not depend on the
     # order of addition, so they are equal on different hardware, too.
     bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
-    # Norms of the gradients at the end of the backward pass, ``[parameters]``; None: unknown.
-    before_clipping: NDArray[np.float64] | None = None
     # Index of each updated parameter, norms of its update and of itself before, and their ratio.
     moved: list[tuple[int, float, float, float]] = field(default_factory=list)
 
@@ -181,13 +179,13 @@ class RankObserver:
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
         specs = filter(None, map(spec_of, model.parameters()))
         self._meshes |= dict.fromkeys([spec.mesh for spec in specs])
-        found: dict[str, tuple[int, int]] = {}
+        of_equal_data: dict[str, tuple[int, int]] = {}
         for mesh in self._meshes:
             names = mesh.mesh_dim_names or (() if of_fsdp else ("",) * mesh.ndim)
             for name, axis in zip(names, _axes(mesh), strict=False):
                 if name not in data_names and not name.startswith(_OF_DATA):
-                    found[name] = axis
-        copy, copies = _flat(found.values())
+                    of_equal_data[name] = axis
+        copy, copies = _flat(of_equal_data.values())
         self.same_data = LocalShard(copy=copy, copies=copies)
 
     def of_parameter(self, tensor: Any, index: int) -> LocalShard:
@@ -273,13 +271,13 @@ class RankObserver:
         """
         node: Any = tensor.grad_fn
         if is_dtensor(tensor):
-            found = self._outputs[output] = placed(spec_of(tensor))
+            position = self._outputs[output] = placed(spec_of(tensor))
         elif node is not None:
-            found = self._outputs[output] = node.metadata[_NOTE] = _origin(node, self.same_data)
+            position = self._outputs[output] = node.metadata[_NOTE] = _origin(node, self.same_data)
         else:
-            found = self._outputs.get(output, self.same_data)
+            position = self._outputs.get(output, self.same_data)
         axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
-        shard = notes.outputs[output] = found.numbered(output, axis=axis)
+        shard = notes.outputs[output] = position.numbered(output, axis=axis)
         return shard.counts
 
     def takes_output_grad(self, notes: RankNotes, output: Output, grad: Tensor) -> bool:

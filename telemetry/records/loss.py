@@ -59,7 +59,7 @@ class LossChoice:
 
     def __init__(self, given: str | None = None) -> None:
         self.tag = given  # None: no loss was logged up to now
-        self._given = self._settled = given is not None
+        self._settled = given is not None
         self.delay = 0
         self._chosen_at: int | None = None
         self._first_ended: int | None = None
@@ -114,12 +114,8 @@ class LossChoice:
             'name it: HookLogger(loss_tag="...")'
         )
 
-    def state_dict(self) -> str | None:
-        """Return the tag."""
-        return self.tag
-
-    def load_state_dict(self, state: object) -> None:
-        """Restore the tag, unless the user has named one."""
+    def restore(self, tag: object) -> None:
+        """Restore the tag of a checkpoint, unless the user has named one."""
         self._chosen_at = self._first_ended = None
-        if isinstance(state, str) and not self._given:
-            self.tag, self._settled = state, True
+        if isinstance(tag, str) and not self._settled:
+            self.tag, self._settled = tag, True

@@ -13,7 +13,6 @@ from math import nan
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 # Fields of a sketch, by the reduction that merges two tensors.
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")
@@ -104,16 +103,3 @@ def norm_of(x: Any) -> Any:
 def zero_fraction_of(x: Any) -> Any:
     """Return the share of zeros among all values, including NaN and infinity."""
     return np.divide(x.zero_count, x.count)
-
-
-@np.errstate(all="ignore")
-def merge_moments(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[Any]:
-    """Merge the fields :data:`MOMENTS` over groups of adjacent rows; other fields are zero.
-
-    ``starts`` are the first rows of the groups, ascending; no group is empty.
-    """
-    merged = np.zeros(len(starts), columns.dtype)
-    reductions = {"min": np.fmin, "max": np.fmax}
-    for name in MOMENTS:
-        merged[name] = reductions.get(name, np.add).reduceat(columns[name], starts)
-    return merged

@@ -134,13 +134,10 @@ class Rows:
             np.concatenate([part.units for part in parts]),
         )
 
-    def moments(self, row: int) -> dict[str, Any]:
-        """Return the figures of one row, arguments of ``Sketch``."""
-        return dict(zip(moments.MOMENTS, self.columns[row].item(), strict=False))
-
-    def span(self, row: int) -> slice:
-        """Return the slice of one row in :attr:`buckets` and :attr:`counts`."""
-        return slice(self._bucket_ends[row] - self.bucket_count[row], self._bucket_ends[row])
+    def histogram(self, row: int) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+        """Return the filled buckets of a row, and the number of values in each."""
+        first, end = self._bucket_ends[row] - self.bucket_count[row], self._bucket_ends[row]
+        return self.buckets[first:end], self.counts[first:end]
 
     def units_of(self, row: int) -> NDArray[np.float32] | None:
         """Return the extremes of each unit of a row, ``[units, 2]``; None without units."""
@@ -200,7 +197,7 @@ class Rows:
     def without_units(self) -> Rows:
         return self.having(self.units[:0], unit_count=0)
 
-    @np.errstate(invalid="ignore")  # of NaN
+    @np.errstate(over="ignore", invalid="ignore")
     def merged(self, places: NDArray[np.int64], size: int) -> Rows:
         """Merge rows, as if their tensors had been one; units only if their numbers are equal.
 
@@ -220,9 +217,11 @@ class Rows:
             self.counts[pairs],
             size,
         )
-        columns = moments.merge_moments(self.columns[order], starts)
-        for name in ("calls", "estimated"):
-            columns[name] = np.add.reduceat(self.columns[name][order], starts)
+        columns = np.zeros(size, COLUMNS)
+        reductions = {"min": np.fmin, "max": np.fmax}
+        for name in (*moments.MOMENTS, "calls", "estimated"):
+            merge = reductions.get(name, np.add)
+            columns[name] = merge.reduceat(self.columns[name][order], starts)
         columns["bucket_count"] = np.bincount(of_group, minlength=size)
         columns["unit_count"], units = self._merged_units(order, groups, starts)
         return Rows(columns, buckets, counts, units)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import nan
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,21 +17,12 @@ from telemetry.records.rows import Rows
 
 SAMPLE_ELEMENTS = 32_768  # approximately, of a tensor whose sketch is that of a sample
 
-
 Number = TypeVar("Number")
 
 
-class _Moment(Generic[Number]):
-    """Attribute that a formula of :mod:`telemetry.records.moments` computes."""
-
-    def __init__(self, formula: Callable[[Any], Any], kind: Callable[[Any], Number]) -> None:
-        self._formula, self._kind = formula, kind
-        self.__doc__ = formula.__doc__
-
-    def __get__(self, sketch: object, owner: object) -> Number:
-        if sketch is None:
-            return self  # type: ignore[return-value]  # of the class, for documentation
-        return self._kind(self._formula(sketch))
+def _moment(formula: Callable[[Any], Any], kind: Callable[[Any], Number]) -> Number:
+    """Return a property with the value of a formula of :mod:`telemetry.records.moments`."""
+    return cast("Number", property(lambda sketch: kind(formula(sketch)), doc=formula.__doc__))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,20 +61,21 @@ class Sketch:
     buckets: NDArray[np.int16]
     counts: NDArray[np.float64]
 
-    nonfinite_count = _Moment(moments.nonfinite_of, int)
-    finite_count = _Moment(moments.finite_of, int)
-    mean = _Moment(moments.mean_of, float)
-    rms = _Moment(moments.rms_of, float)
-    std = _Moment(moments.std_of, float)
-    kurtosis = _Moment(moments.kurtosis_of, float)
-    norm = _Moment(moments.norm_of, float)
-    zero_fraction = _Moment(moments.zero_fraction_of, float)
+    nonfinite_count = _moment(moments.nonfinite_of, int)
+    finite_count = _moment(moments.finite_of, int)
+    mean = _moment(moments.mean_of, float)
+    rms = _moment(moments.rms_of, float)
+    std = _moment(moments.std_of, float)
+    kurtosis = _moment(moments.kurtosis_of, float)
+    norm = _moment(moments.norm_of, float)
+    zero_fraction = _moment(moments.zero_fraction_of, float)
 
     @staticmethod
     def of_row(rows: Rows, row: int) -> Sketch:
         """Return the sketch of one row."""
-        some = rows.span(row)
-        return Sketch(**rows.moments(row), buckets=rows.buckets[some], counts=rows.counts[some])
+        values = dict(zip(moments.MOMENTS, rows.columns[row].item(), strict=False))
+        buckets, counts = rows.histogram(row)
+        return Sketch(**values, buckets=buckets, counts=counts)
 
     @staticmethod
     def empty() -> Sketch:

@@ -239,7 +239,8 @@ class Layout:
 NO_LAYOUT = Layout(modules=(), parameters=())
 
 
-# Arrays over parameters that only full steps have.
+# Arrays over parameters; the second ones are those that only full steps have.
+OF_GRADIENTS = ("grad_norms", "grad_present", "grad_finite", "grad_norms_before_clipping")
 OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 
 
@@ -316,7 +317,8 @@ class StepRecord:
             step; 0 without one.
         expert_loads: Number of tokens of each expert, int64 ``[experts]``, by the module name of
             their router.
-        total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
+        grad_norms_before_clipping: ``grad_norms`` at the end of the backward pass; empty if
+            unknown.
         clipped_fraction: Share of all full steps up to now at which clipping reduced it.
         nan_buffers: Buffers with a NaN, and running statistics with NaN or infinity, by their
             names in ``named_buffers()``. Also on other steps, if a gradient on the CPU is not
@@ -371,7 +373,9 @@ class StepRecord:
     fingerprints: Annotated[tuple[float, ...], By.RANK_0] = ()
     examples: int = 0
     expert_loads: Annotated[Mapping[str, NDArray[np.int64]], By.SUM] = field(default_factory=dict)
-    total_grad_norm_before_clipping: float | None = None
+    grad_norms_before_clipping: Annotated[NDArray[np.float64], By.NORM] = field(
+        default_factory=lambda: _NO_NORMS
+    )
     clipped_fraction: float | None = None
     nan_buffers: Annotated[tuple[str, ...], By.UNION] = ()
     nonfinite_parameters: Annotated[tuple[str, ...], By.UNION] = ()
@@ -402,13 +406,20 @@ class StepRecord:
             kind: Tensors.of(getattr(self, kind)).only(names)
             for kind in ("grads", "weights", "second_moments")
         }
-        for name in ("grad_norms", "grad_present", "grad_finite", *OF_PARAMETERS):
+        for name in (*OF_GRADIENTS, *OF_PARAMETERS):
             values = getattr(self, name)
             some[name] = values[kept] if values.size else values
         ratios = {name: ratio for name, ratio in self.update_ratios.items() if name in names}
-        record = replace(self, layout=layout, update_ratios=ratios, **some)
-        record.__dict__["total_grad_norm"] = self.total_grad_norm
-        return record
+        return self._copy(layout=layout, update_ratios=ratios, **some)
+
+    def _copy(self, **fields: Any) -> StepRecord:
+        """Return a copy with other fields and the same totals."""
+        copy, totals = (
+            replace(self, **fields),
+            (self.total_grad_norm, self.total_grad_norm_before_clipping),
+        )
+        copy.total_grad_norm, copy.total_grad_norm_before_clipping = totals
+        return copy
 
     @cached_property
     def activations(self) -> Tensors[str]:
@@ -424,6 +435,12 @@ class StepRecord:
     def total_grad_norm(self) -> float:
         """L2 norm of all gradients together: the root of the sum of their squared norms."""
         return math.sqrt(np.add.reduce(np.square(self.grad_norms)))
+
+    @cached_property
+    def total_grad_norm_before_clipping(self) -> float | None:
+        """The same of :attr:`grad_norms_before_clipping`; None if they are unknown."""
+        norms = self.grad_norms_before_clipping
+        return float(np.linalg.norm(norms)) if norms.size else None
 
     @property
     def finite_loss(self) -> float | None:
@@ -507,9 +524,7 @@ class InputRows:
             keys = [*map(Output, tensors), *outputs]
             rows = [Tensors.of(tensors).rows, Tensors.of(outputs).rows]
             outputs = Tensors(keys, Rows.concatenate(rows))
-        added = replace(record, layout=self._layouts[1], outputs=outputs)
-        added.__dict__["total_grad_norm"] = record.total_grad_norm
-        return added
+        return record._copy(layout=self._layouts[1], outputs=outputs)
 
 
 def _reductions() -> Mapping[str, By]:
@@ -528,13 +543,13 @@ class ClippedFraction:
     def __init__(self) -> None:
         self._full = self._clipped = 0
 
-    def after(self, before: float | None, norm: float) -> float | None:
-        """Add a step with the norm ``before`` and after clipping; return the share, or None."""
-        if before is None:
+    def after(self, record: StepRecord) -> float | None:
+        """Add a step; return the share, None if its norm before clipping is unknown."""
+        if (before := record.total_grad_norm_before_clipping) is None:
             return None
         self._full += 1
         # Clipping scales by at most 1, so less than a thousandth is rounding.
-        self._clipped += norm < before * (1 - 1e-3)
+        self._clipped += record.total_grad_norm < before * (1 - 1e-3)
         return self._clipped / self._full
 
 

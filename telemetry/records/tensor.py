@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from itertools import compress, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -158,9 +158,6 @@ class Tensors(Mapping[Name, TensorRecord]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionHeads:
@@ -181,14 +178,9 @@ class AttentionHeads:
     @staticmethod
     def merged(parts: Sequence[AttentionHeads]) -> AttentionHeads:
         """Return the largest logits and the mean entropies of several calls or ranks."""
-        most = max(len(part.logit_max) for part in parts)
-        logits, entropies = np.full((len(parts), most), -math.inf), np.zeros((len(parts), most))
-        known = np.zeros((len(parts), most), bool)
-        for row, part in enumerate(parts):
-            heads = slice(len(part.logit_max))
-            logits[row, heads] = part.logit_max
-            known[row, heads] = ~np.isnan(part.entropy)
-            entropies[row, heads] = np.where(known[row, heads], part.entropy, 0.0)
+        logits = [*zip_longest(*[part.logit_max for part in parts], fillvalue=-math.inf)]
+        entropies = np.array([*zip_longest(*[part.entropy for part in parts], fillvalue=math.nan)])
+        known = ~np.isnan(entropies)  # [heads, parts]
         with np.errstate(invalid="ignore"):
-            mean = entropies.sum(axis=0) / known.sum(axis=0)
-        return AttentionHeads(logits.max(axis=0), mean)
+            mean = np.where(known, entropies, 0.0).sum(axis=1) / known.sum(axis=1)
+        return AttentionHeads(np.array(logits).max(axis=1), mean)

@@ -227,7 +227,8 @@ class ActiveRun:
         position = self._loop.state_dict()
         with self._loop.clock.paused():
             self._await_steps()
-            rules = self._pipeline.state_dict(position["step"])
+            state_dict = partial(self._processor.state_dict, position["step"])
+            rules = self._pipeline.run_on_worker(state_dict) or {}
             # A resumed run counts on these files even if the process is killed next.
             if not self._files.flush(_CHECKPOINT_S):
                 log.warning(
@@ -248,7 +249,9 @@ class ActiveRun:
         self._await_steps()
         self._loop.load_state_dict(usable)
         self._files.restore(self._loop.step, usable.get("run"))
-        incompatible += self._pipeline.load_state_dict(usable, self._loop.step)
+        load_state_dict = partial(self._processor.load_state_dict, usable, self._loop.step)
+        misfits = self._pipeline.run_on_worker(load_state_dict)
+        incompatible += ["the rules"] if misfits is None else misfits
         if attached:
             self._loop.attach()
         if incompatible:
@@ -314,7 +317,7 @@ class ActiveRun:
 
     # --- alerts ----------------------------------------------------------------------------------
 
-    def _note_alert(self, alert: Alert, wall_time: float) -> None:
+    def _note_alert(self, alert: Alert) -> None:
         """Store an alert and respond to it; on the background thread."""
         self.alerts.append(alert)
         if alert.severity == "error" and self._role.writes:

@@ -57,7 +57,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         routes: dict[str, Callable[[wrappers.Request], Any]] = {
             "/static/*": self._serve_static,
             "/runs": lambda _: _rows(self._runs.all()),
-            "/run": self._of_run(_overview),
+            "/run": self._of_run(lambda run, _: payloads.overview(run)),
             "/onsets": self._of_run(lambda run, r: payloads.onsets(run, number(r, "step"))),
             "/matrix": self._of_run(_matrix),
             "/scalars": self._of_run(lambda run, _: payloads.scalars(run)),
@@ -133,13 +133,6 @@ def _layer(run: RunData, request: wrappers.Request) -> Layer:
     raise NotFound(f"the run does not have the layer {name}")
 
 
-def _overview(run: RunData, request: wrappers.Request) -> dict[str, Any]:
-    try:
-        return payloads.overview(run)
-    except NewerFormatError as error:
-        return {"newerFormat": str(error)}
-
-
 def _matrix(run: RunData, request: wrappers.Request) -> bytes:
     statistic = text(request, "statistic")
     try:
@@ -177,6 +170,8 @@ def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
             content = respond(request)
         except HTTPException as error:
             return _refuse(request, error.code, error.description)
+        except NewerFormatError as error:
+            return _refuse(request, 501, str(error))
         except Exception:
             log.exception("telemetry: %s failed", request.path)
             return _refuse(request, 500, "the server failed; see TensorBoard's log")

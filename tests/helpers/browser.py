@@ -131,7 +131,7 @@ def plot_box(canvas: Locator) -> tuple[float, float, float, float]:
 def pixel_at(frame: Frame | Page, row: float, column: float, panel: int = 0) -> str:
     """Color of a picture, ``#rrggbb``; ``row`` and ``column`` as shares, 0 to 1."""
     pixels = pixels_of(frame, "canvas.cells", nth=panel)  # a CSS pixel is a pixel
-    left, top, width, height = plot_box(frame.locator(".heatmap").nth(panel))
+    left, top, width, height = plot_box(frame.locator("canvas.cells").nth(panel))
     red, green, blue, _ = pixels[int(top + height * row), int(left + width * column)]
     return f"#{red:02x}{green:02x}{blue:02x}"
 
@@ -250,7 +250,7 @@ class TelemetryPage:
     def point(self, row: float, column: float, panel: int = 0) -> dict[str, float]:
         """The same place in the coordinates of :attr:`heatmap`."""
         self.frame.evaluate(_TWO_FRAMES)  # on a busy machine it is drawn again after its resize
-        x, y, width, height = plot_box(self.locator(".heatmap").nth(panel))
+        x, y, width, height = plot_box(self.locator("canvas.cells").nth(panel))
         return {"x": x + width * column, "y": y + height * row}
 
     @property

@@ -20,7 +20,6 @@ ENTRY = '''    Statistic(
         title="Activation span",
         description="Largest less smallest of what the layer returned.",
         of=formulas.of_output(lambda sketch: sketch.max - sketch.min),
-        as_curve=True,
         over_depth=True,
     ),
 )

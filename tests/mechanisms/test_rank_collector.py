@@ -37,7 +37,7 @@ def complete_steps(collected: Collector, now: float) -> list[tuple[int, str]]:
     while (step := collected.take(now)) is not None:
         ranks = "".join(map(str, sorted(step.parts)))
         assert scalars_of(step) == total([*step.parts], step.step)
-        found.append((step.sequence, ranks))
+        found.append((step.step, ranks))
     return found
 
 
@@ -66,7 +66,7 @@ def test_each_step_has_every_rank_once_in_any_order_of_arrival(
             collected.add(sent, 0.0)
         found += complete_steps(collected, 0.0)
     while (last := collected.take(0.0, hurry=True)) is not None:
-        found.append((last.sequence, "".join(map(str, sorted(last.parts)))))
+        found.append((last.step, "".join(map(str, sorted(last.parts)))))
     assert found == [
         (step, "".join(str(r) for r in range(WORLD) if step % every_n[r] == 0))
         for step in range(7)

@@ -4,13 +4,12 @@
 import { clamp } from "./format.js";
 import { columnAt } from "./field.js";
 import { groupsAtDepth, rowOfLayer } from "./rows.js";
-import { EVERYTHING, keyOfAlert } from "./state.js";
+import { keyOfAlert } from "./state.js";
 import { aroundStep, limit, reveal, scaleView } from "./view.js";
-
 
 export const zoomTo = (page, view) => page.update({ zoom: limit(view, page.whole()) });
 
-export const unzoom = (page) => page.update({ zoom: EVERYTHING });
+export const unzoom = (page) => page.update({ zoom: null });
 
 /** Lists the runs, also new ones, to choose `run` or `other`, the one to compare with. */
 export function listRuns(page, table, filter = page.state.filter) {
@@ -22,10 +21,9 @@ export function listRuns(page, table, filter = page.state.filter) {
 /** Selects a cell, and shows it; the drawer opens. */
 export function select(page, name, step) {
   const row = rowOfLayer(page.rows(page.current), page.current.indexOf(name));
-  const view = page.zoom && reveal(page.view(), step, row, page.whole());
+  const view = page.state.zoom && reveal(page.view(), step, row, page.whole());
   const zoom = view && limit(view, page.whole());
   page.update({ layer: name, step, side: true, ...(zoom ? { zoom } : {}) });
-  page.announceSelection();
 }
 
 /** Selects what was clicked in the picture of a run, at the selected step or the last one without another. */
@@ -46,7 +44,6 @@ export function close(page) {
   const { layer, alert, onsets, side } = page.state;
   if (layer === null && !alert && onsets === null && !side) return unzoom(page);
   page.update({ layer: null, step: null, alert: "", onsets: null, side: false });
-  page.announced = "";
   page.focusPicture();
 }
 
@@ -95,7 +92,6 @@ export function chooseAlert(page, alert) {
   }
   select(page, layer ? layer.name : page.state.layer, alert.step);
   goTo(page, alert.step);
-  page.announceSelection(alert);
   page.scrollToTop();
 }
 
@@ -141,18 +137,18 @@ const FAR = 10;
 const SCROLLS = /^(Page|Arrow|Home|End)/;
 const SCROLLS_LIVE = /^Page/; // a report is long
 
-// What a key does, `by` one or with Shift ten; an array: in the run whose picture has the focus.
+// What a key does, `by` one or with Shift ten.
 const KEYS = {
-  ArrowLeft: [(page, by) => moveStep(page, -by)],
-  ArrowRight: [(page, by) => moveStep(page, by)],
-  ArrowUp: [(page, by) => moveLayer(page, -by)],
-  ArrowDown: [(page, by) => moveLayer(page, by)],
-  PageUp: [(page) => moveLayer(page, -FAR)],
-  PageDown: [(page) => moveLayer(page, FAR)],
-  Home: [(page) => moveStep(page, -Infinity)],
-  End: [(page) => moveStep(page, Infinity)],
-  f: [foldSelection],
-  w: [listOnsets],
+  ArrowLeft: (page, by) => moveStep(page, -by),
+  ArrowRight: (page, by) => moveStep(page, by),
+  ArrowUp: (page, by) => moveLayer(page, -by),
+  ArrowDown: (page, by) => moveLayer(page, by),
+  PageUp: (page) => moveLayer(page, -FAR),
+  PageDown: (page) => moveLayer(page, FAR),
+  Home: (page) => moveStep(page, -Infinity),
+  End: (page) => moveStep(page, Infinity),
+  f: foldSelection,
+  w: listOnsets,
   "+": (page) => zoomAtSelection(page, 0.5),
   "=": (page) => zoomAtSelection(page, 0.5),
   "-": (page) => zoomAtSelection(page, 2),
@@ -168,7 +164,7 @@ export const KEY_HELP =
   "Keys: arrows move (with Shift by ten), + and − zoom, 0 shows everything, n and p go to the next " +
   "and previous alert, f folds the group, / filters layers, r lists the runs, w lists the layers that changed first, Esc closes.";
 
-/** Listens everywhere but in fields and dialogs; to keys that scroll only in the picture. */
+/** Listens everywhere but in fields and dialogs; to keys that scroll only in the picture. They act on its run. */
 export function watchKeys(page) {
   const scrolling = page.source.isLive ? SCROLLS_LIVE : SCROLLS;
   document.addEventListener("keydown", (event) => {
@@ -177,10 +173,8 @@ export function watchKeys(page) {
     if (page.message || !page.panels.length || document.querySelector("dialog[open]")) return;
     if (target.closest("input, select") || (scrolling.test(key) && !target.closest(".heatmap"))) return;
     event.preventDefault();
-    const act = KEYS[key];
-    if (!Array.isArray(act)) return act(page);
     const { run } = target.closest(".panel")?.dataset ?? {};
     if (run !== undefined) page.update({ of: run === page.state.other });
-    act[0](page, event.shiftKey ? FAR : 1);
+    KEYS[key](page, event.shiftKey ? FAR : 1);
   });
 }

@@ -2,7 +2,7 @@
 
 import { chooseAlert, close, select } from "./actions.js";
 import { Detail } from "./detail.js";
-import { alertTitle, formatNumber, formatStep, kindTitle } from "./format.js";
+import { alertAloud, alertTitle, formatNumber, formatStep, kindTitle } from "./format.js";
 import { DropDown, LayerName, useAnswer } from "./parts.js";
 import { html, useState } from "./preact.js";
 
@@ -47,7 +47,7 @@ const MOST = 8;
 /** The layers that changed first around a step. */
 function Onsets({ page, step }) {
   const { name: run, round } = page.current;
-  const answer = useAnswer(page, `${run}\n${step}`, round, () => page.source.onsets(run, step));
+  const answer = useAnswer(`${run}\n${step}`, round, () => page.source.onsets(run, step));
   if (!answer || answer.isUnknown) return null;
   const onsets = answer.onsets?.filter(({ name }) => page.current.indexOf(name) >= 0) ?? [];
   const item = ({ name, step: at, factor }) => html`<li>
@@ -82,12 +82,10 @@ function AlertList({ page }) {
   const [kind, setKind] = useState("");
   const [severity, setSeverity] = useState("");
   const chosen = page.chosenAlert;
-  const all = page.panels.flatMap(({ alerts, name }) =>
-    alerts.map((alert) => ({ alert, run: page.panels.length > 1 ? name : null })),
-  );
-  const shown = all
-    .filter(({ alert }) => (!kind || alert.kind === kind) && (!severity || alert.severity === severity))
+  const all = page.panels
+    .flatMap(({ alerts, name }) => alerts.map((alert) => ({ alert, run: page.panels.length > 1 ? name : null })))
     .sort((a, b) => b.alert.step - a.alert.step);
+  const shown = all.filter(({ alert }) => (!kind || alert.kind === kind) && (!severity || alert.severity === severity));
   const kinds = [...new Set(all.map(({ alert }) => alert.kind))].sort().map((name) => [name, kindTitle(name)]);
   const count = shown.length === all.length ? all.length : `${shown.length} of ${all.length}`;
   const item = ({ alert, run }) => html`<li>
@@ -97,6 +95,7 @@ function AlertList({ page }) {
   </li>`;
   return html`<section class="alerts" aria-label="Alerts">
     <h2>Alerts<span class="count">${all.length ? count : "none"}</span></h2>
+    <p class="unseen" role="status">${all.length > 0 && `Latest alert: ${alertAloud(all[0].alert)}`}</p>
     ${all.length > 0 && html`<div class="filters">
       <${DropDown} label="Kind" options=${[["", "all"], ...kinds]} value=${kind} onChoose=${setKind} />
       <${DropDown} label="Severity" options=${SEVERITIES} value=${severity} onChoose=${setSeverity} />

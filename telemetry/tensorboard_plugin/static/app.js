@@ -11,10 +11,9 @@ import { html, render } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { Run } from "./run.js";
 import { RunTable } from "./runs.js";
-import { NewerFormatError } from "./source.js";
-import { EVERYTHING, fromLink, isEntry, keyOfAlert, toLink } from "./state.js";
+import { fromLink, isEntry, keyOfAlert, toLink } from "./state.js";
 import { Toolbar } from "./toolbar.js";
-import { limit, openingView, wholeView } from "./view.js";
+import { limit, wholeView } from "./view.js";
 
 const LIVE_EVERY_MS = 5000;
 const LOADING = { state: "loading" };
@@ -31,8 +30,6 @@ export class Page {
     this.message = null; // in place of the picture
     this.isLive = false;
     this.failure = ""; // why the data could not be read again
-    this.announced = "";
-    this.openedAt = null; // the zoom that the page chose to open with
     this.loading = null; // the data that the state asks for
     followTheme((theme) => {
       this.theme = theme;
@@ -74,26 +71,12 @@ export class Page {
     const error = await loading.then(() => null, (reason) => reason);
     if (loading !== this.loading) return;
     if (error) return this.fail(error);
-    const isNew = this.panels[0]?.name !== panels[0].name;
     this.panels = panels;
     const { statistics } = panels[0].overview;
     if (!statistics.some(({ name }) => name === this.state.statistic)) {
       return this.update({ statistic: statistics[0].name });
     }
-    if (isNew) this.#openAtStory();
     this.#show();
-  }
-
-  /** Zooms to the first NaN where NaN fills most of the picture. */
-  #openAtStory() {
-    const { zoom, layer, step } = this.state;
-    this.openedAt = null;
-    if (zoom || layer !== null || step !== null) return;
-    const [panel] = this.panels;
-    const { statistic } = this;
-    const view = openingView(panel.field(statistic), panel.firstNonfinite(statistic), panel.alerts, this.whole());
-    this.openedAt = view && limit(view, this.whole());
-    this.state = { ...this.state, zoom: this.openedAt };
   }
 
   /** Reads the runs, and new data of those that are shown; the current view stays, also after an error. */
@@ -108,10 +91,8 @@ export class Page {
       if (!runs.length) return this.#show({ state: "empty" });
       this.#checkRuns();
       const kept = this.panels.filter(({ name }) => runs.some((known) => known.name === name));
-      const count = this.alerts.length;
       await Promise.all(kept.map((panel) => panel.refresh(this.state.statistic)));
       this.failure = "";
-      this.#announceAlerts(count);
       await this.#load();
     } catch (error) {
       if (this.message) return this.fail(error);
@@ -131,7 +112,7 @@ export class Page {
   /** Reads again if the page is live or has no data yet, and is seen. */
   #readAgain() {
     const hasData = ({ fields }) => [...fields.values()].some(({ steps }) => steps.length);
-    const isEmpty = this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
+    const isEmpty = this.runs && !this.panels.some(hasData);
     // Another dashboard of TensorBoard's hides the frame, not the document.
     const isSeen = window.innerWidth > 0 && !document.hidden;
     if (isSeen && (this.isLive || isEmpty)) this.refresh();
@@ -157,11 +138,6 @@ export class Page {
     if (isOtherRun) this.#checkRuns();
     if (isOtherRun || before.statistic !== state.statistic) this.#load();
     else this.draw();
-  }
-
-  /** The visible part that was asked for; null: everything. */
-  get zoom() {
-    return this.state.zoom === EVERYTHING ? null : this.state.zoom;
   }
 
   /** The kind of values in the cells; a ratio of runs needs two. */
@@ -209,7 +185,7 @@ export class Page {
 
   view() {
     const whole = this.whole();
-    return (this.zoom && limit(this.zoom, whole)) ?? whole;
+    return (this.state.zoom && limit(this.state.zoom, whole)) ?? whole;
   }
 
   // --- drawing
@@ -221,7 +197,7 @@ export class Page {
   }
 
   fail(error) {
-    this.#show({ state: error instanceof NewerFormatError ? "newer" : "error", text: error.message });
+    this.#show({ state: "error", text: error.message });
   }
 
   /** Draws soon; many calls at once draw once. */
@@ -260,32 +236,6 @@ export class Page {
     this.root.querySelector(".side").scrollTop = 0; // of the drawer
     window.scrollTo({ top: 0 });
   }
-
-  /** Announces the selected cell with its value, and the alert that led there, to screen readers. */
-  announceSelection(alert = null) {
-    const { statistic, detailed: panel } = this;
-    const { layer, step } = this.state;
-    const parts = alert ? [alertAloud(alert)] : [];
-    if (panel) {
-      const index = panel.indexOf(layer);
-      const field = panel.field(statistic); // undefined while it loads
-      const at = field?.steps[columnAt(field.steps, step)] ?? step; // the step at which it was measured
-      const run = this.panels.length > 1 ? `${panel.name}: ` : "";
-      const value = field ? `: ${formatValue(statistic, valueAt(field, index, step))}` : "";
-      const of = at === step ? "" : ` (of step ${at})`;
-      parts.push(`${run}${titleOf(panel.overview.layers[index])}, step ${step}${value}${of}`);
-    }
-    this.announced = parts.join(" ");
-    this.draw();
-  }
-
-  /** Announces alerts beyond the first `before`. */
-  #announceAlerts(before) {
-    const count = this.alerts.length - before;
-    if (count <= 0) return;
-    const last = this.alerts.reduce((a, b) => (b.step >= a.step ? b : a));
-    this.announced = (count > 1 ? `${count} new alerts, the last: ` : "New alert: ") + alertAloud(last);
-  }
 }
 
 function App({ page }) {
@@ -300,7 +250,7 @@ function App({ page }) {
         <div class="message-area">${message && html`<${Message} ...${message} retry=${() => page.start()} />`}</div>
         <p class="missing-run" role="status" hidden=${!page.missing}>${page.missing}</p>
         ${!message && html`<${Picture} page=${page} /><p class="muted keys">${KEY_HELP}</p>`}
-        <p class="announcer unseen" aria-live="polite">${page.announced}</p>
+        <p class="announcer unseen" aria-live="polite">${!message && selectionAloud(page)}</p>
       </main>
       <aside class=${state.side ? "side open" : "side"} aria-label="Details and alerts" hidden=${message}>
         ${!message && html`<${Side} page=${page} />`}
@@ -311,30 +261,26 @@ function App({ page }) {
   `;
 }
 
-const EXAMPLE = `from telemetry import HookLogger
-
-with HookLogger(model, "runs/first", every_n_steps=100) as logger:
-    for inputs, targets in batches:
-        loss = loss_function(model(inputs), targets)
-        logger.log(loss=loss)  # alerts about the loss need it
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()`;
+/** The selected cell with its value, and an alert there, for screen readers. */
+function selectionAloud({ state: { layer, step }, statistic, detailed: panel, panels, chosenAlert: alert }) {
+  if (!panel || step === null) return alert ? alertAloud(alert) : "";
+  const index = panel.indexOf(layer);
+  const field = panel.field(statistic); // undefined while it loads
+  const at = field?.steps[columnAt(field.steps, step)] ?? step; // the step at which it was measured
+  const run = panels.length > 1 ? `${panel.name}: ` : "";
+  const value = field ? `: ${formatValue(statistic, valueAt(field, index, step))}` : "";
+  const of = at === step ? "" : ` (of step ${at})`;
+  const cell = `${run}${titleOf(panel.overview.layers[index])}, step ${step}${value}${of}`;
+  return alert?.step === step ? `${alertAloud(alert)} ${cell}` : cell;
+}
 
 function Message({ state, text, retry }) {
   const [title, content] = {
     loading: ["Loading…", null],
     empty: [
       "No run with telemetry yet",
-      html`<p>Wrap your loop, and its layers appear here:</p>
-        <pre>${EXAMPLE}</pre>
-        <p class="muted">
-          A new run appears after TensorBoard reloads its data. Runs with only scalars are under Time Series.
-        </p>`,
-    ],
-    newer: [
-      "This run was written by a newer version of telemetry",
-      html`<p>${text}</p><pre>pip install --upgrade torch-telemetry</pre>`,
+      html`<p>A run that HookLogger writes into this log directory appears once TensorBoard has reloaded its data. Runs
+        with only scalars are under Time Series.</p>`,
     ],
     error: [
       "The data could not be shown",

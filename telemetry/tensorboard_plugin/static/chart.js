@@ -66,7 +66,7 @@ export function axisOf(statistic, scale) {
  *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
  *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `resumed` (steps at which
  *   the run was), `hasSteps` (whether there is an axis of steps), `isBare` (without axes),
- *   `second` (curves with a separate scale, dashed), `secondUsual` (values that it has)
+ *   `second` (curves with a separate scale, dashed)
  * @returns {Object} the plot; see `Plot`
  */
 export function drawChart(canvas, options) {
@@ -76,7 +76,7 @@ export function drawChart(canvas, options) {
   const [top, below] = [isBare ? 3 : 6, hasSteps ? 16 : 0];
   const box = { x: left, y: top, width: width - left - right, height: height - 2 * top - below };
   const scale = valueScale(options);
-  const secondScale = second.length && valueScale({ curves: second, view, usual: options.secondUsual });
+  const secondScale = second.length && valueScale({ curves: second, view });
   if (!isBare) drawValueAxis(context, theme, box, scale, format);
   if (secondScale && right > SECOND_AXIS) drawValueAxis(context, theme, box, secondScale, formatNumber, true);
   if (hasSteps) drawStepAxis(context, theme, box, view);
@@ -170,14 +170,11 @@ function drawValueAxis(context, theme, box, scale, format, isSecond = false) {
 
 /** At least two ticks: one alone gives no distance. */
 function ticksOf(scale, box) {
-  const least = Math.max(box.height / 26, 2);
-  let ticks = [];
-  for (let count = least; ticks.length < 2 && count < least + 9; count++) {
-    ticks = scale.log
-      ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
-      : roundTicks(scale.low, scale.high, count, false).map((tick) => Number(tick.toPrecision(12)));
-  }
-  return ticks.map((tick) => ({ tick, y: yOf(scale, box, tick) }));
+  const [low, high] = [scale.low, scale.high].map((end) => (scale.log ? 10 ** end : end));
+  const count = Math.max(box.height / 26, 2);
+  const round = scale.log ? logTicks(low, high, count) : roundTicks(low, high, count, false);
+  const ticks = round.length > 1 ? round : [low, high];
+  return ticks.map((tick) => ({ tick: Number(tick.toPrecision(12)), y: yOf(scale, box, tick) }));
 }
 
 function drawBand(context, box, view, scale, { steps, band: [low, high], color }) {

@@ -1,17 +1,15 @@
-// Plots around the picture of a run: loss and learning rates, time and memory, some layers, the profile.
+// What is around the picture of a run: loss and learning rates, time and memory, some layers, the profile.
 
 import { clip, drawFrame, drawTicks, line, prepare, rowAt, setText, yOf } from "./canvas.js";
 import { axisOf, drawChart, isLog, readCurve, styleOf } from "./chart.js";
-import { aligned, columnAt, curveAt } from "./field.js";
+import { columnAt, curveAt } from "./field.js";
 import { clamp, formatNumber, formatStep } from "./format.js";
-import { AXIS_HEIGHT, TOP } from "./heatmap.js";
+import { AXIS_HEIGHT, heightOf, TOP } from "./heatmap.js";
 import { rowsByLayer } from "./rows.js";
 import { INFINITE_COLORS, NAN_COLORS, placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const STRIP_HEIGHT = 72;
-const COSTS_HEIGHT = 58;
 const GIB = 2 ** 30;
-const percent = (share) => `${Math.round(100 * share)} %`;
 
 /** The legend of loss and learning rates, in a ratio of two runs also of the other's loss, and what draws them; or null. */
 export function stripOf(shown) {
@@ -28,7 +26,10 @@ export function stripOf(shown) {
   const [loss, rates] = [known.filter(({ isStepped }) => !isStepped), known.filter(({ isStepped }) => isStepped)];
   const [curves, second, fit] = loss.length ? [loss, rates, losses] : [rates, [], []];
   const options = { ...frameOf(shown), height: STRIP_HEIGHT, curves, second, fit, log: isLog([...curves, ...fit]) };
-  const legend = withValues(known.map((curve) => readCurve(curve, cursor ?? Infinity, formatNumber)));
+  const legend = known.map((curve) => ({
+    ...curve,
+    label: `${curve.label} ${readCurve(curve, cursor ?? Infinity, formatNumber).text}`,
+  }));
   return { legend, draw: (canvas) => drawChart(canvas, options) };
 }
 
@@ -44,47 +45,19 @@ function heldUntil(curve, lastStep) {
   return { ...curve, steps: [...curve.steps, lastStep], values: [...curve.values, value] };
 }
 
-function withValues(curves) {
-  return curves.map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` }));
-}
-
-/** The same of memory and of the shares of phases in the time of a step, stacked; with one `line` that says all. */
-export function costsOf(shown) {
-  const { panel: { scalars }, theme, cursor } = shown;
-  const phases = scalars.filter(({ kind }) => kind === "time");
-  if (!phases.length) return null;
-  const used = scalars.filter(({ kind }) => kind === "memory");
-  const named = [...phases, ...used].map((curve, i) => ({ ...curve, ...styleOf(theme, i), label: nameOf(curve) }));
-  const curves = stack(named.slice(0, phases.length));
-  const second = named.slice(phases.length).map((curve) => ({ ...curve, values: curve.values.map((bytes) => bytes / GIB) }));
-  const time = ({ seconds, shares }) => (_, i) => `${formatNumber(1000 * seconds[i])} ms (${percent(shares[i])})`;
-  const linesAt = (step) => [
-    ...curves.map((curve) => readCurve(curve, step, time(curve))),
-    ...second.map((curve) => readCurve(curve, step, (value) => `${formatNumber(value)} GiB`)),
-  ];
-  const axes = { height: COSTS_HEIGHT, range: [0, 1], format: percent, secondUsual: [0] };
-  const draw = (canvas) => {
-    const plot = drawChart(canvas, { ...frameOf(shown), ...axes, curves, second });
-    return { ...plot, read: (step) => ({ step, lines: linesAt(step) }) };
+/** Parts of the time of a step, and memory, in a line: at the selected step, or the last one; "" without any. */
+export function costsOf({ panel: { scalars }, cursor }) {
+  const named = (kind, textOf) => {
+    const curves = scalars.filter((curve) => curve.kind === kind);
+    const values = curves.map((curve) => curve.values[Math.max(columnAt(curve.steps, cursor ?? Infinity), 0)]);
+    const total = values.reduce((sum, value) => sum + value, 0);
+    return curves.map((curve, i) => `${nameOf(curve)} ${textOf(values[i], total)}`);
   };
-  const legend = withValues(linesAt(cursor ?? Infinity));
-  const title = used.length ? "Time, memory (GiB)" : "Time";
-  return { legend, draw, title, line: `${title}: ${legend.map(({ label }) => label).join(" · ")}` };
-}
-
-/** Curves of which each begins where the one below it ends, at the steps that all have. */
-function stack(phases) {
-  const { steps, at } = aligned(phases);
-  const total = at.map((seconds) => seconds.reduce((sum, spent) => sum + spent, 0));
-  let low = steps.map(() => 0);
-  return phases.map((phase, number) => {
-    const seconds = at.map((of) => of[number]);
-    const shares = seconds.map((spent, i) => (total[i] > 0 ? spent / total[i] : 0));
-    const values = low.map((share, i) => share + shares[i]);
-    const band = [low, values];
-    low = values;
-    return { ...phase, steps, values, band, seconds, shares, dash: [] };
-  });
+  const time = (spent, total) => `${formatNumber(1000 * spent)} ms (${Math.round((100 * spent) / (total || 1))} %)`;
+  const phases = named("time", time);
+  if (!phases.length) return "";
+  const memory = named("memory", (bytes) => `${formatNumber(bytes / GIB)} GiB`);
+  return `Time, memory: ${[...phases, ...memory].join(" · ")}`;
 }
 
 /** `time/data_wait_s` as "data wait". */
@@ -140,8 +113,8 @@ export function profileWidth(width) {
 }
 
 /** @returns {Object|null} the plot of a run at a step; see `contentsOf` and `Plot` */
-export function drawProfile(canvas, shown, width, step) {
-  const { panel, field, rowValues, ranges: { low, high }, scale, rows, view, theme, height } = shown;
+export function drawProfile(canvas, shown, step) {
+  const { rightOf: width, panel, field, rowValues, ranges: { low, high }, scale, rows, view, theme, height } = shown;
   const context = prepare(canvas, width, height);
   const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
   const column = Math.max(columnAt(field.steps, step), 0);
@@ -151,8 +124,6 @@ export function drawProfile(canvas, shown, width, step) {
   const xOf = (value) => box.x + placeOf(scale, value) * box.width;
   const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
   const valueOf = (row) => rowValues[column * rows.length + row];
-  const theirs = shown.compared && shown.mode !== "run" ? valuesOf(shown.compared, step) : null;
-  const otherOf = (row) => theirs.get(rows[row].label) ?? -1;
   clip(context, 0, box.y - 1, width, box.height + 2);
   context.fillStyle = theme.missing;
   for (const row of visible) {
@@ -164,12 +135,8 @@ export function drawProfile(canvas, shown, width, step) {
   for (const value of usualOf(shown.statistic, scale)) {
     line(context, xOf(value), box.y, xOf(value), box.y + box.height, [5, 3]);
   }
-  const drawLine = (color, dash, of) => {
-    const points = visible.map((row) => [yOf(box, view, row + 0.5), of(row)]);
-    drawPoints(context, box, color, dash, points, xOf, rowHeight);
-  };
-  if (theirs) drawLine(theme.curves[1], [3, 3], otherOf);
-  drawLine(theme.curves[0], [], valueOf);
+  const points = visible.map((row) => [yOf(box, view, row + 0.5), valueOf(row)]);
+  drawPoints(context, box, theme.curves[0], points, xOf, rowHeight);
   context.restore();
   const read = (_, y) => {
     const row = rowAt(box, view, y);
@@ -177,28 +144,20 @@ export function drawProfile(canvas, shown, width, step) {
     const text = (value) => (value >= 0 || value !== value ? scaleText(scale, value) : "–");
     const lines = [
       { label: `step ${formatStep(field.steps[column])}`, text: text(valueOf(row)) },
-      ...(theirs ? [{ label: "the other run", text: text(otherOf(row)) }] : []),
       { label: "5 % of its values are below", text: text(low[row]) },
       { label: "95 % of its values are below", text: text(high[row]) },
     ];
     const { label, layers: [layer] } = rows[row];
     return { step: field.steps[column], layer: panel.overview.layers[layer].name, title: label, lines };
   };
-  return { box, read };
-}
-
-/** What another run has at a step, by the rows' names. */
-function valuesOf({ field, rowValues, rows }, step) {
-  const column = columnAt(field.steps, step);
-  return new Map(rows.map(({ label }, row) => [label, rowValues[column * rows.length + row]]));
+  return { box, read, yOf: (layer) => heightOf({ ...shown, box }, layer) };
 }
 
 /** A line through the values, and marks at the right for those that are none. */
-function drawPoints(context, box, color, dash, points, xOf, rowHeight) {
+function drawPoints(context, box, color, points, xOf, rowHeight) {
   const isNumber = (value) => value >= 0 && value < Infinity;
   context.strokeStyle = color;
   context.lineWidth = 1.5;
-  context.setLineDash(dash);
   context.beginPath();
   let pen = false;
   for (const [y, value] of points) {
@@ -206,7 +165,6 @@ function drawPoints(context, box, color, dash, points, xOf, rowHeight) {
     pen = isNumber(value) || (pen && value < 0); // a layer without the statistic is passed over
   }
   context.stroke();
-  context.setLineDash([]);
   const size = clamp(rowHeight / 3, 1, 3);
   for (const [y, value] of points) {
     if (value < 0 || (isNumber(value) && rowHeight < 5)) continue;

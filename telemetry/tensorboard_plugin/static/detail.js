@@ -4,15 +4,14 @@ import { chooseAlert, close, listOnsets, moveStep } from "./actions.js";
 import { axisOf, drawChart, styleOf } from "./chart.js";
 import { drawHistogram, drawUnits, quantilesOf, unitsText, zeroText } from "./distribution.js";
 import { columnAt } from "./field.js";
-import { alertTitle, capital, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
-import { CurveLegend, DropDown, Enlarged, Letter, Plot, useAnswer } from "./parts.js";
+import { alertTitle, capital, clamp, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
+import { CurveLegend, Dialog, DropDown, Letter, Plot, useAnswer } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { makeScale } from "./scale.js";
 
 const DELAY_MS = 120;
 const MAX_CURVES = 4;
-const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 /** The data of a layer in a run; its curves in all runs that are shown and have it. */
 async function readLayer(source, panel, panels, layer) {
@@ -29,7 +28,7 @@ export function Detail({ page }) {
   const { statistic, state, theme, detailed: panel, panels, source } = page;
   const layer = panel.overview.layers[panel.indexOf(state.layer)];
   const key = [panel.name, ...panels.map(({ name }) => name), layer.name].join("\n");
-  const data = useAnswer(page, key, panel.round, () => readLayer(source, panel, panels, layer.name), DELAY_MS);
+  const data = useAnswer(key, panel.round, () => readLayer(source, panel, panels, layer.name), DELAY_MS);
   const groups = data?.groups ?? [];
   const shown = { page, panel, layer, statistic, theme, data, groups, step: state.step, view: page.view() };
   const hasSteps = panel.steps(statistic).length > 0;
@@ -167,7 +166,6 @@ function Units({ page, data: { units }, theme, view, step }) {
 }
 
 function Histograms({ page, data: { histograms }, theme, view, step }) {
-  const [isLarge, setLarge] = useState(false);
   const keyOf = ({ kind, name }) => `${kind} ${name}`;
   const isOfParameter = ({ kind }) => kind === "parameters" || kind === "gradients";
   const options = histograms.map((known) => [keyOf(known), `${known.kind}: ${isOfParameter(known) ? lastPart(known.name) : known.name}`]);
@@ -175,35 +173,17 @@ function Histograms({ page, data: { histograms }, theme, view, step }) {
   const { steps } = chosen;
   const index = Math.max(columnAt(steps, step ?? Infinity), 0);
   const title = `${capital(chosen.kind)} of ${chosen.name}`;
-  const enlarge = () => setLarge(true);
   return html`<div>
-    <h3>Histogram over time<button class="enlarge" onclick=${enlarge}>Enlarge</button></h3>
+    <h3>Histogram over time</h3>
     <${DropDown} label="Of" options=${options} value=${keyOf(chosen)} onChoose=${(histogram) => page.update({ histogram })} />
-    <${Plot} class="histogram" aria-label=${title} onPick=${enlarge}
+    <${Plot} class="histogram" aria-label=${title} onPick=${pickStep(page)}
       draw=${(canvas, width) => drawHistogram(canvas, chosen, { view, theme, width, height: 180, step })} />
     <p class="muted">
-      Lines: median, 5 % and 95 %. Bars: step ${formatStep(steps[index])}, one of ${steps.length}.${" "}
+      Lines: 5 %, median and 95 %. Bars: step ${formatStep(steps[index])}, one of ${steps.length}, with these at${" "}
+      ${quantilesOf(chosen, index).map(formatNumber).join(", ")}.
       Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond. ${zeroText(chosen, index)}
     </p>
-    ${isLarge && html`<${Enlarged} title=${title} steps=${steps} index=${index} onClose=${() => setLarge(false)}>
-      ${(at) => html`<${LargeHistogram} histogram=${chosen} theme=${theme} index=${at} />`}
-    <//>`}
   </div>`;
-}
-
-function LargeHistogram({ histogram, theme, index }) {
-  const { steps } = histogram;
-  const view = { step0: steps[0], step1: Math.max(steps.at(-1), steps[0] + 1) };
-  const height = Math.min(innerHeight * 0.6, 560);
-  const draw = (canvas, width) => drawHistogram(canvas, histogram, { view, theme, width, height, step: steps[index] });
-  const cells = (tag, texts) => html`<tr>${texts.map((text) => html`<${tag} class="number">${text}<//>`)}</tr>`;
-  return html`
-    <${Plot} draw=${draw} aria-label="Histogram over time" />
-    <p class="muted">${zeroText(histogram, index)}</p>
-    <table class="quantiles"><tbody>
-      ${cells("th", ["share below", ...QUANTILES.map((share) => `${formatNumber(100 * share)} %`)])}
-      ${cells("td", ["value", ...quantilesOf(histogram, index, QUANTILES).map(formatNumber)])}
-    </tbody></table>`;
 }
 
 /** Pictures of a kind: a strip over steps, and one of them enlarged. */
@@ -224,22 +204,36 @@ function Pictures({ page: { source }, panel, step, kind, name, tag, steps, maps 
   return html`<div class="pictures">
     <h3>${title}<button class="enlarge" onclick=${() => setLarge(nearest)}>Enlarge</button></h3>
     <div class="film" ref=${film}>${steps.map(frame)}</div>
-    ${large !== null && html`<${Enlarged} title="${title} of ${name}" steps=${steps} index=${large} onClose=${() => setLarge(null)}>
-      ${(at) => html`<${LargePicture} url=${urlOf(steps[at])} alt="${kind} at step ${steps[at]}" maps=${maps} />`}
-    <//>`}
+    ${large !== null && html`<${LargePicture} title="${title} of ${name}" ...${{ kind, steps, maps, urlOf }} index=${large}
+      onClose=${() => setLarge(null)} />`}
   </div>`;
 }
 
-/** A picture as large as there is room, its maps numbered from 0 as their channels are. */
-function LargePicture({ url, alt, maps }) {
+/** A picture as large as there is room, step by step, its maps numbered from 0 as their channels are. */
+function LargePicture({ title, kind, steps, maps, urlOf, index: first, onClose }) {
+  const [index, setIndex] = useState(first);
+  const move = (count) => setIndex((at) => clamp(at + count, 0, steps.length - 1));
+  const onkeydown = ({ key }) => move({ ArrowLeft: -1, ArrowRight: 1 }[key] ?? 0);
   const keepRatio = ({ target }) =>
     target.parentElement.style.setProperty("--ratio", target.naturalWidth / target.naturalHeight);
   const numbers = Array.from({ length: maps?.count ?? 0 }, (_, number) => html`<span><i>${number}</i></span>`);
-  return html`<div class="large-picture" style=${{ "--columns": maps?.columns ?? 1 }}>
-      <img src=${url} alt=${maps ? `${alt}, numbered 0 to ${maps.count - 1}` : alt} onload=${keepRatio} />
-      <div class="map-numbers" aria-hidden="true">${numbers}</div>
+  const alt = `${kind} at step ${steps[index]}${maps ? `, numbered 0 to ${maps.count - 1}` : ""}`;
+  return html`<${Dialog} class="large" aria-labelledby="large-title" onkeydown=${onkeydown} onClose=${onClose}>
+    <header>
+      <h2 id="large-title">${title}</h2>
+      <button aria-label="Earlier" onclick=${() => move(-1)}>‹</button>
+      <b role="status">step ${formatStep(steps[index])}</b>
+      <button aria-label="Later" onclick=${() => move(1)}>›</button>
+      <button class="last" onclick=${onClose}>Close</button>
+    </header>
+    <div class="large-content">
+      <div class="large-picture" style=${{ "--columns": maps?.columns ?? 1 }}>
+        <img src=${urlOf(steps[index])} alt=${alt} onload=${keepRatio} />
+        <div class="map-numbers" aria-hidden="true">${numbers}</div>
+      </div>
+      ${maps && html`<p class="muted">Channel numbers</p>`}
     </div>
-    ${maps && html`<p class="muted">Channel numbers</p>`}`;
+  <//>`;
 }
 
 function lastPart(name) {

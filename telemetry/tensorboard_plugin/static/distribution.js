@@ -61,12 +61,12 @@ function readBin({ steps, edges, shares, zeroBin }, bins, column, bin) {
   return { step: steps[column], title: `Histogram of step ${formatStep(steps[column])}`, lines: [{ label, text }] };
 }
 
-/** Quantiles of a step's values, interpolated within bins. */
-export function quantilesOf({ edges, shares, zeroBin }, column, wanted) {
+/** Where 5 %, half and 95 % of a step's values are below, interpolated within bins. */
+export function quantilesOf({ edges, shares, zeroBin }, column) {
   const bins = edges.length - 1;
   const row = shares.subarray(column * bins, (column + 1) * bins);
   const total = row.reduce((sum, share) => sum + share, 0);
-  return wanted.map((share) => {
+  return [0.05, 0.5, 0.95].map((share) => {
     let below = 0;
     let bin = 0;
     while (bin < bins - 1 && below + row[bin] < share * total) below += row[bin++];
@@ -89,7 +89,7 @@ function shadesOf({ shares, zeroBin }, bins) {
 
 function drawQuantiles(context, box, histogram, view) {
   const { steps, edges } = histogram;
-  const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column, [0.05, 0.5, 0.95])]);
+  const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column)]);
   for (const [color, width] of [["#000000", 3], ["#ffffff", 1.2]]) {
     context.strokeStyle = color;
     context.lineWidth = width;
@@ -126,31 +126,21 @@ function placeIn(edges, value) {
   return (above - 1 + part) / (edges.length - 1);
 }
 
-/** Round values and their places on the axis, 0 to 1, not closer than a label is high. */
-function roundEdges(edges, height) {
-  const reach = Math.max(-edges[0], edges.at(-1));
-  const positive = [];
-  for (let power = Math.ceil(Math.log10(reach)); positive.length < 24; power--) {
-    for (const factor of [5, 2, 1]) positive.push(Number(`${factor}e${power}`));
-  }
-  const found = [];
-  for (const value of [0, ...positive, ...positive.map((tick) => -tick)]) {
-    if (value < edges[0] || value > edges.at(-1)) continue;
-    const place = placeIn(edges, value);
-    if (found.every((other) => Math.abs(other.place - place) * height >= LABEL_GAP)) found.push({ value, place });
-  }
-  return found;
-}
-
-function drawValueAxis(context, theme, box, { edges, zeroBin }) {
+/** Labels of zero, of the ends, and of where the linear part ends; as far as they have room. */
+function drawValueAxis(context, theme, box, { edges, zeroBin, unit }) {
   setText(context, theme, "right", "middle");
   drawFrame(context, theme, box);
-  const yAt = (place) => box.y + (1 - place) * box.height;
-  for (const { value, place } of roundEdges(edges, box.height)) {
-    context.fillText(formatNumber(value), box.x - 6, yAt(place));
+  const yAt = (value) => box.y + (1 - placeIn(edges, value)) * box.height;
+  const [low, high] = [edges[0], edges.at(-1)];
+  const taken = [];
+  for (const value of [0, low, high, unit, -unit]) {
+    const isShown = value >= low && value <= high && taken.every((y) => Math.abs(y - yAt(value)) >= LABEL_GAP);
+    if (!isShown) continue;
+    taken.push(yAt(value));
+    context.fillText(formatNumber(value), box.x - 6, yAt(value));
   }
-  const hasZeroLine = zeroBin === null && edges[0] < 0 && edges.at(-1) > 0;
-  if (hasZeroLine) line(context, box.x, yAt(placeIn(edges, 0)), box.x + box.width, yAt(placeIn(edges, 0)), [2, 3]);
+  const hasZeroLine = zeroBin === null && low < 0 && high > 0;
+  if (hasZeroLine) line(context, box.x, yAt(0), box.x + box.width, yAt(0), [2, 3]);
 }
 
 // --- units, or channels: how large each gets, which are dead or saturated

@@ -169,24 +169,18 @@ export function firstDifference(field, values) {
   return firstWhere(field, values, differs);
 }
 
-/** The first column with a value that passes a test, its step, and the rows of these values; or null. */
+/** The first step at which values pass a test, and the rows of these values; or null. */
 function firstWhere({ rows, steps }, values, test) {
   const index = values.findIndex(test);
   if (index < 0) return null;
   const column = Math.floor(index / rows);
   const own = values.subarray(column * rows, (column + 1) * rows);
-  return { column, step: steps[column], rows: [...own.keys()].filter((row) => test(own[row])) };
+  return { step: steps[column], rows: [...own.keys()].filter((row) => test(own[row])) };
 }
 
-/** The first column that holds NaN or infinity, its step and rows, and the `share` of the columns that do; or null. */
+/** The first step at which a value is NaN or infinite. */
 export function firstNonfinite(field) {
-  const { values, rows, steps } = field;
-  const isNonfinite = (value) => !(value < Infinity);
-  const first = firstWhere(field, values, isNonfinite);
-  if (!first) return null;
-  const later = [...steps.keys()].slice(first.column);
-  const like = later.filter((at) => values.subarray(at * rows, (at + 1) * rows).some(isNonfinite));
-  return { ...first, share: like.length / steps.length };
+  return firstWhere(field, field.values, (value) => !(value < Infinity));
 }
 
 /** The measured values of a row over time. */

@@ -8,8 +8,8 @@ import {
 import { columnAt, endOf, rowOf, valueAt } from "./field.js";
 import { clamp, formatStep, formatValue } from "./format.js";
 import { paintIn } from "./heatmap_pixels.js";
-import { moveHair, point, usePointed } from "./parts.js";
-import { html, useLayoutEffect, useRef, useState } from "./preact.js";
+import { Plot } from "./parts.js";
+import { html, useMemo, useRef, useState } from "./preact.js";
 import { bracketsOf, rowOfLayer, rowsByLayer, titleOf } from "./rows.js";
 import { encode, scaleText } from "./scale.js";
 import { memo } from "./state.js";
@@ -30,7 +30,7 @@ const MARKS = {
 
 const codesOf = memo((rowValues, scale) => encode(scale, rowValues));
 
-/** Draws a run; see `contentsOf`. @returns {Object} the same with what lies where: `box`, `brackets` and rows of layers */
+/** Draws a run; see `contentsOf`. @returns {Object} the same with what lies where; see `Plot` */
 function drawHeatmap(canvas, shown) {
   const { field, rows, rowValues, view, scale, theme, height, gutter, grouping } = shown;
   const width = shown.width - shown.rightOf;
@@ -55,7 +55,7 @@ function drawHeatmap(canvas, shown) {
   drawResumed(context, theme, box, view, shown.resumed);
   for (const alert of shown.alerts) drawAlert(map, alert);
   if (shown.selection) drawSelection(map);
-  return map;
+  return { ...map, isWide: true, read: (_, y, x) => read(map, x, y), yOf: (layer) => heightOf(map, layer) };
 }
 
 function drawBracket({ context, box, view, theme }, { depth, first, last }) {
@@ -156,7 +156,23 @@ function groupAt({ box, view, rows, brackets, labelsLeft }, x, y) {
   return rows[row]?.folded ?? brackets.find(isIt)?.path ?? null;
 }
 
-/** What the tooltip says of a cell. */
+/** What the tooltip says of the name of a group, or of a cell. */
+function read(map, x, y) {
+  const group = groupAt(map, x, y);
+  if (group !== null) {
+    const isFolded = map.rows[rowAt(map.box, map.view, y)].folded;
+    return { cursor: "pointer", title: group, parts: html`<span>click to ${isFolded ? "unfold" : "fold"}</span>` };
+  }
+  const cell = cellAt(map, x, y);
+  return cell && describe(map, cell);
+}
+
+/** The middle of the row of a layer; null where it is out of view. */
+export function heightOf({ panel, rows, box, view }, layer) {
+  const middle = rowOfLayer(rows, panel.indexOf(layer)) + 0.5;
+  return middle >= Math.max(view.row0, 0) && middle <= view.row1 ? yOf(box, view, middle) : null;
+}
+
 function describe({ panel, field, rows, values, scale, statistic }, { row, layer: index, step, column }) {
   const layer = panel.overview.layers[index];
   const { folded, type } = rows[row];
@@ -166,6 +182,7 @@ function describe({ panel, field, rows, values, scale, statistic }, { row, layer
   const next = field.steps[column + 1];
   const until = next > step + 1 ? `, next measured at ${formatStep(next)}` : "";
   return {
+    cursor: "crosshair",
     step,
     layer: layer.name,
     title: folded ? `${folded} (${type}; here ${titleOf(layer)})` : titleOf(layer),
@@ -183,46 +200,17 @@ const EDGE = 1e-3; // pixels by which a place at the edge of a row may be beside
 const THIN = 8; // a rectangle lower or narrower than this zooms in one direction only
 
 export function HeatMap({ page, shown }) {
-  const { panel, view, rows } = shown;
-  const [node, canvas, stepHair, rowHair] = [useRef(), useRef(), useRef(), useRef()];
-  const own = useRef({ map: null, pointer: null, drag: null }).current;
+  const own = useRef({ map: null, drag: null }).current;
   const [rectangle, setRectangle] = useState(null); // that is being dragged
-  const at = usePointed();
-  useLayoutEffect(() => {
-    own.map = drawHeatmap(canvas.current, shown);
-    node.current.dataset.plot = Object.values(own.map.box).join(",");
-    if (own.pointer) hover(page, own, node.current); // it is over something else now
-  }, [shown]);
-  useLayoutEffect(() => {
-    if (!at) own.pointer = null; // such as after scrolling
-    const { box } = own.map;
-    const row = rowOfLayer(rows, panel.indexOf(at?.layer));
-    const isIn = at && at.step >= view.step0 && at.step <= view.step1;
-    moveHair(stepHair.current, isIn && { left: xOf(box, view, at.step), top: box.y, height: box.height });
-    const isRowIn = row >= 0 && row + 0.5 >= view.row0 && row + 0.5 <= view.row1;
-    moveHair(rowHair.current, isRowIn && { left: box.x, top: yOf(box, view, row + 0.5), width: box.width });
-  }, [at, shown]);
-  return html`<div class="heatmap" ref=${node} tabindex="0" role="application" aria-label="Layers over steps"
+  const draw = useMemo(() => (canvas) => (own.map = drawHeatmap(canvas, shown)), [shown]);
+  return html`<div class="heatmap" tabindex="0" role="application" aria-label="Layers over steps"
     ...${handlersOf(page, own, rectangle, setRectangle)}>
-    <canvas class="cells" ref=${canvas} />
-    <i class="hair" ref=${stepHair} /><i class="hair row" ref=${rowHair} />
+    <${Plot} class="cells" role="presentation" draw=${draw} />
     ${rectangle && html`<i class="rectangle" style=${rectangle} />`}
   </div>`;
 }
 
-/** Moves crosshair and tooltip to the cell under the pointer, or to the name of a group. */
-function hover(page, { map, pointer: { clientX, clientY, offsetX, offsetY } }, node) {
-  const place = { x: clientX, y: clientY };
-  const [cell, group] = [cellAt(map, offsetX, offsetY), groupAt(map, offsetX, offsetY)];
-  node.style.cursor = group !== null ? "pointer" : cell ? "crosshair" : "default";
-  if (group !== null) {
-    const what = page.state.folded.has(group) ? "click to unfold" : "click to fold";
-    return point({ ...place, title: group, parts: html`<span>${what}</span>` });
-  }
-  point(cell && { ...place, ...describe(map, cell) });
-}
-
-/** @param {Object} own `map`: what is drawn; `pointer`: its last event; `drag`: where one began */
+/** @param {Object} own `map`: what is drawn; `drag`: where one began */
 function handlersOf(page, own, rectangle, setRectangle) {
   const pan = (dx, dy) => {
     const { width, height } = own.map.box;
@@ -244,11 +232,9 @@ function handlersOf(page, own, rectangle, setRectangle) {
     onpointermove(event) {
       const start = own.drag;
       const { offsetX: x, offsetY: y } = event;
-      own.pointer = start ? null : event;
-      if (!start) return hover(page, own, event.currentTarget);
+      if (!start) return;
       start.hasMoved ||= Math.abs(x - start.x) > CLICK || Math.abs(y - start.y) > CLICK;
       if (!start.hasMoved) return;
-      point(null);
       if (!start.isPanning) return setRectangle(rectangleOf(own.map.box, start, x, y));
       pan(start.x - x, start.y - y);
       Object.assign(start, { x, y });
@@ -265,15 +251,11 @@ function handlersOf(page, own, rectangle, setRectangle) {
       if (layer !== undefined) selectIn(page, panel, panel.overview.layers[layer].name, cell?.step ?? null);
     },
     onpointercancel: end,
-    onpointerleave() {
-      own.pointer = null;
-      point(null);
-    },
     ondblclick: () => unzoom(page),
     /** Moves a zoomed picture, or with a key zooms; else the page scrolls. */
     onwheel(event) {
       const isZooming = event.ctrlKey || event.metaKey;
-      if (!isZooming && page.zoom === null) return;
+      if (!isZooming && page.state.zoom === null) return;
       event.preventDefault();
       if (!isZooming) return pan(event.deltaX, event.deltaY);
       const { box } = own.map;

@@ -21,13 +21,6 @@ export function onReload(callback) {
   window.parent.postMessage("experimental.bootstrap", "*", [port2]);
 }
 
-/** Moves the page's own tab into view, which TensorBoard cuts off where it has many. */
-export function showTab() {
-  if (frame() === window) return;
-  const tab = frame().document.querySelector("[role=tab][aria-selected=true]");
-  tab?.scrollIntoView({ block: "nearest", inline: "nearest" });
-}
-
 /** The page's values in the address, by name. */
 export function readLink() {
   const ours = [...new URLSearchParams(address().hash.slice(1))].filter(([name]) => name.startsWith(PREFIX));
@@ -50,12 +43,6 @@ export function writeLink(link, isNew) {
   } catch {
     // A page from disk may forbid it; the link is a convenience.
   }
-}
-
-/** Puts the address on the clipboard. @returns {Promise<boolean>} whether that was allowed */
-export async function copyLink() {
-  const { clipboard } = navigator; // only with https, or on this machine
-  return clipboard ? clipboard.writeText(address().href).then(() => true, () => false) : false;
 }
 
 /** Calls back with the link when the browser goes back or forth. */

@@ -1,7 +1,7 @@
 // Where the page begins: in TensorBoard, in a separate frame, or in a report.
 
 import { Page } from "./app.js";
-import { onReload, showTab } from "./host.js";
+import { onReload } from "./host.js";
 import { html, render as draw } from "./preact.js";
 import { RunCurves } from "./run_curves.js";
 import { EmbeddedSource, ServerSource } from "./source.js";
@@ -15,7 +15,6 @@ export async function render() {
   document.body.append(root);
   const page = new Page(root, new ServerSource());
   onReload(() => page.refresh());
-  showTab();
   window.focus(); // else keys go to TensorBoard's tab
   await page.start();
 }

@@ -1,6 +1,6 @@
 // The runs side by side: loss and learning rate, the picture with its profile, curves of layers.
 
-import { goTo, listRuns, selectIn, unzoom } from "./actions.js";
+import { goTo, listRuns, selectIn } from "./actions.js";
 import { costsOf, curvesOfLayers, drawLayerCurves, drawProfile, profileWidth, rangesOf, stripOf } from "./curves.js";
 import { firstDifference, isThinned, valuesOfRows } from "./field.js";
 import { clamp, formatStep } from "./format.js";
@@ -37,14 +37,14 @@ export function contentsOf(page) {
   const scale = scaleOf(whole[0], whole[1], statistic.log, mode);
   const contents = drawn.map((panel, i) => {
     const rows = page.rows(panel);
-    const field = panel.fieldIn(view, statistic, page.zoom !== null, rows);
+    const field = panel.fieldIn(view, statistic, state.zoom !== null, rows);
     const values = panel.values(field, statistic, mode, others[i]);
     const layer = panel.indexOf(state.layer);
     const rowValues = rowValuesOf(values, field, rows, scale);
     const content = {
       panel, statistic, theme, mode, scale, rows, field, values, rowValues,
       view: clampRows(view, rows.length),
-      isZoomed: page.zoom !== null,
+      isZoomed: state.zoom !== null,
       grouping: panel.groupings[state.order],
       selection: layer < 0 ? null : { layer, step: state.step ?? panel.overview.lastStep },
       cursor: state.step,
@@ -122,11 +122,7 @@ function Panel({ page, shown }) {
       ${page.panels.length > 1 && html`<h2 class="run-name">${title}</h2>`}
       ${strip && html`<${CurveLegend} curves=${strip.legend} />
         <${Plot} class="strip" aria-label="Loss and learning rate" draw=${strip.draw} onPick=${onPick} />`}
-      ${costs && html`<details class="costs-row">
-        <summary>${costs.line}</summary>
-        <${CurveLegend} curves=${costs.legend} title=${costs.title} />
-        <${Plot} class="costs" aria-label="Time and memory" draw=${costs.draw} onPick=${onPick} />
-      </details>`}
+      ${costs && html`<p class="costs">${costs}</p>`}
     </div>
     <div class="notes">
       <${Notice} page=${page} shown=${shown} />
@@ -149,8 +145,9 @@ function Profile({ shown, onPick }) {
   const { step0, step1 } = shown.view;
   const middle = Math.floor((step0 + step1) / 2);
   const step = usePointed()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
+  const draw = useMemo(() => (canvas) => drawProfile(canvas, shown, step), [shown, step]);
   return html`<${Plot} class="profile" aria-label="${shown.statistic.title} over the depth at step ${step}"
-    draw=${(canvas) => drawProfile(canvas, shown, shown.rightOf, step)} onPick=${onPick} />`;
+    draw=${draw} onPick=${onPick} />`;
 }
 
 /** Curves of the selected layer and those with alerts; that of the row under the pointer is thick. */
@@ -185,12 +182,7 @@ function originText(alerts) {
 
 function Notice({ page, shown }) {
   const text = noticeOf(page, shown);
-  const isOpenedHere = page.openedAt !== null && page.zoom === page.openedAt;
-  const steps = [shown.view.step0, shown.view.step1 - 1].map((step) => formatStep(Math.max(step, 0))).join(" to ");
-  return html`<p class="notice" role="status" hidden=${!text && !isOpenedHere}>
-    ${isOpenedHere && html`Opened at the first NaN: steps ${steps} of ${formatStep(shown.panel.overview.lastStep)}.${" "}
-      <button class="link" onclick=${() => unzoom(page)}>Show all steps</button>`} ${text}
-  </p>`;
+  return html`<p class="notice" role="status" hidden=${!text}>${text}</p>`;
 }
 
 /** About what is not shown, and layers that do not train; "" without any. */
@@ -204,7 +196,7 @@ function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
   if (!layers.length) return "This run has no layers: only scalars were logged.";
   if (!field.steps.length) return `${statistic.title}: not measured yet.`;
   const behind = [[field.layerFactor, "layers"], [field.stepFactor, "steps"]].filter(([factor]) => factor > 1);
-  const { error } = panel.part.answer ?? {};
+  const { error } = panel.part;
   const isMeasured = field.values.some((value) => value >= 0 || value !== value);
   const isPartial = trainedShare !== null && trainedShare < 1;
   return [

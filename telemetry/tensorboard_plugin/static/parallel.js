@@ -2,59 +2,38 @@
 
 import { isLog } from "./chart.js";
 import { clamp, formatNumber } from "./format.js";
-import { DropDown } from "./parts.js";
 import { html, useRef, useState } from "./preact.js";
 import { cssColor, NAN_COLORS } from "./scale.js";
 
 const HEIGHT = 134; // of the axes
 const MOST_NAMES = 8;
-const WHOLE = [0, 1];
 
-/** Axes for columns of the table; the last one gives the lines their colors. */
-export function axesOf(columns, runs) {
-  return columns.map(({ title, key }) => ({ title, key, ...axisOf(runs.map(key)) }));
-}
-
-/** Whether a run is within all ranges; each has a title and two ends from 0 to 1. */
-export function isWithin(run, axes, ranges) {
-  return axes.every(({ title, key, placeOf }) => {
-    const [place, range] = [placeOf(key(run)), ranges.get(title)];
-    return !range || (place !== null && place >= range[0] && place <= range[1]);
-  });
-}
-
-/** `runs`: those that match the filter; `onBrush(ranges)`: called with other ranges. */
-export function Parallel({ runs, axes, ranges, onBrush, theme }) {
+/**
+ * An axis for each column, the last of which gives the lines their colors.
+ * @param {Object} props `accepts(run)`: whether a run matches the filter; the lines of others are faint;
+ *   `onBrush(title, low, high)`: a range was chosen, as values; undefined ends are open
+ */
+export function Parallel({ runs, columns, accepts, onBrush, theme }) {
   const from = useRef(null); // where a drag began
-  const [dragged, setDragged] = useState(null); // ranges while one is being dragged
-  const [chosen, setChosen] = useState(""); // the axis whose range the sliders set
-  const shown = dragged ?? ranges;
-  const accepts = (run) => isWithin(run, axes, shown);
+  const [dragged, setDragged] = useState(null); // the axis, and the range that is being chosen on it
+  const axes = columns.map(({ title, key: valueOf }) => ({ title, valueOf, ...axisOf(runs.map(valueOf)) }));
   const placeAt = ({ clientY, currentTarget }) => clamp(1 - (clientY - currentTarget.getBoundingClientRect().top) / HEIGHT, 0, 1);
-  const brushOf = (title) => ({
+  const brushOf = ({ title, valueAt }) => ({
     onpointerdown(event) {
       event.currentTarget.setPointerCapture(event.pointerId);
       from.current = placeAt(event);
-      setDragged(withRange(ranges, title, null));
     },
     onpointermove(event) {
       if (from.current === null || Math.abs(placeAt(event) - from.current) < 0.02) return;
-      setDragged(withRange(ranges, title, [from.current, placeAt(event)].sort((a, b) => a - b)));
+      setDragged({ title, range: [from.current, placeAt(event)].sort((a, b) => a - b) });
     },
     onpointerup() {
-      if (dragged) onBrush(dragged); // not before: the table shrinks, and all would move
+      const [low, high] = dragged?.range ?? [0, 1];
+      onBrush(title, low > 0 ? valueAt(low) : undefined, high < 1 ? valueAt(high) : undefined);
       from.current = null;
       setDragged(null);
     },
   });
-  const { title, textAt } = axes.find((axis) => axis.title === chosen) ?? axes[0];
-  const range = shown.get(title) ?? WHOLE;
-  const slider = (name, end) => html`<label>${name}
-    <input type="range" min="0" max="1" step="0.01" value=${range[end]} aria-label="${title} ${name}"
-      aria-valuetext=${textAt(range[end])} oninput=${({ target }) => {
-        const ends = range.with(end, Number(target.value)).sort((a, b) => a - b);
-        onBrush(withRange(ranges, title, ends[0] > 0 || ends[1] < 1 ? ends : null));
-      }} /> ${textAt(range[end])}</label>`;
   const sorted = [...runs].sort((a, b) => accepts(a) - accepts(b)); // the others lie below
   return html`<details class="below-runs parallel">
     <summary>Hyperparameters and results of these runs</summary>
@@ -64,22 +43,13 @@ export function Parallel({ runs, axes, ranges, onBrush, theme }) {
           style=${{ left: `${50 / axes.length}%`, width: `${100 - 100 / axes.length}%` }}>
           ${sorted.map((run) => html`<${Line} ...${{ run, axes, theme }} opacity=${accepts(run) ? 0.9 : 0.12} />`)}
         </svg>
-        ${axes.map((axis) => html`<${Axis} ...${axis} range=${shown.get(axis.title)} brush=${brushOf(axis.title)} />`)}
+        ${axes.map((axis) => html`<${Axis} key=${axis.title} ...${axis} brush=${brushOf(axis)}
+          range=${dragged?.title === axis.title && dragged.range} />`)}
       </div>
     </div>
-    <p class="controls">
-      <${DropDown} label="Range of" options=${axes.map((axis) => [axis.title, axis.title])} value=${title} onChoose=${setChosen} />
-      ${slider("from", 0)} ${slider("to", 1)}
-    </p>
-    <p class="muted">Drag along an axis to filter, click to clear. Dotted: the run has no value on the axis in between.</p>
+    <p class="muted">Drag along an axis to filter, click to clear: the filter above has the range. Dotted: the run has no
+      value on the axis in between.</p>
   </details>`;
-}
-
-function withRange(ranges, title, range) {
-  const changed = new Map(ranges);
-  if (range) changed.set(title, range);
-  else changed.delete(title);
-  return changed;
 }
 
 function Axis({ title, ticks, range, brush }) {
@@ -96,7 +66,7 @@ function Axis({ title, ticks, range, brush }) {
 
 /** The line of a run; dotted past the axes on which it has no value, with a square at the last one. */
 function Line({ run, axes, theme, ...attributes }) {
-  const places = axes.map(({ key, placeOf }) => placeOf(key(run)));
+  const places = axes.map(({ valueOf, placeOf }) => placeOf(valueOf(run)));
   const known = [...places.keys()].filter((i) => places[i] !== null);
   const color = places.at(-1) === null ? NAN_COLORS[0] : cssColor(false, places.at(-1));
   const point = (i) => `${i} ${1 - places[i]}`;
@@ -111,7 +81,7 @@ function Line({ run, axes, theme, ...attributes }) {
   </g>`;
 }
 
-/** Places of values on an axis, 0 to 1, or null; the labels of its ends or names, and of any place. */
+/** Places of values on an axis, 0 to 1, or null; the labels of its ends or names, and the value at any place. */
 function axisOf(values) {
   const known = values.filter((value) => value != null);
   if (!known.every((value) => typeof value === "number")) {
@@ -119,8 +89,8 @@ function axisOf(values) {
     const place = (name) => (names.length > 1 ? names.indexOf(name) / (names.length - 1) : 0.5);
     const few = names.length > MOST_NAMES ? [names[0], names.at(-1)] : names;
     const ticks = few.map((text) => ({ place: place(text), text }));
-    const textAt = (at) => names[Math.round(at * (names.length - 1))] ?? "";
-    return { placeOf: (value) => (value == null ? null : place(String(value))), ticks, textAt };
+    const valueAt = (at) => names[Math.round(at * (names.length - 1))];
+    return { placeOf: (value) => (value == null ? null : place(String(value))), ticks, valueAt };
   }
   const finite = known.filter(Number.isFinite);
   const [least, most] = [Math.min(...finite), Math.max(...finite)];
@@ -132,6 +102,6 @@ function axisOf(values) {
   };
   const ends = span > 0 ? [least, most] : finite.slice(0, 1);
   const ticks = ends.map((end) => ({ place: placeOf(end), text: formatNumber(end) }));
-  const textAt = (place) => (finite.length ? formatNumber(unscaled(scaled(least) + place * span)) : "");
-  return { placeOf, ticks, textAt };
+  const valueAt = (place) => formatNumber(unscaled(scaled(least) + place * span));
+  return { placeOf, ticks, valueAt };
 }

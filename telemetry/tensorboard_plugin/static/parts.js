@@ -3,8 +3,7 @@
 import { isInside, stepAt, xOf } from "./canvas.js";
 import { sampleOf } from "./chart.js";
 import { clamp, formatStep } from "./format.js";
-import { html, useLayoutEffect, useRef, useState } from "./preact.js";
-import { Latest } from "./state.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./preact.js";
 
 let pointed = null;
 const followers = new Set();
@@ -32,45 +31,54 @@ export function usePointed() {
 addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
 
 /** Moves a line of the crosshair to a place in pixels; hides it without one. */
-export function moveHair(hair, place) {
+function moveHair(hair, place) {
   hair.hidden = !place;
   for (const [side, pixels] of Object.entries(place || {})) hair.style[side] = `${pixels}px`;
 }
 
-/** Within a component: the answer to its latest question; see `Latest`. */
-export function useAnswer(page, ...question) {
-  const latest = useRef(null);
-  latest.current ??= new Latest(() => page.draw());
-  return latest.current.to(...question);
+/**
+ * Within a component: the answer to its latest question; null while it is awaited, `{error}` if asking failed.
+ * A new `version` of the data is asked for behind the old answer; questions that may change at once have a
+ * `delay` in ms.
+ */
+export function useAnswer(key, version, ask, delay = 0) {
+  const [known, setKnown] = useState({});
+  useEffect(() => {
+    let isLate = false;
+    const timer = setTimeout(async () => {
+      const answer = await ask().catch((error) => ({ error }));
+      if (!isLate) setKnown({ key, answer });
+    }, delay);
+    return () => {
+      isLate = true;
+      clearTimeout(timer);
+    };
+  }, [key, version]);
+  return known.key === key ? known.answer : null;
 }
 
 /**
- * A canvas with the crosshair's line above it.
+ * A canvas with the crosshair above it.
  * @param {Object} props attributes of the canvas, and
  *   `draw(canvas, width)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its
- *   steps if it is over steps, and `read(step, y, x)`: what is at a place, for `point`; `width`: that of
- *   its place;
+ *   steps if it is over steps, `read(step, y, x)`: what is at a place, for `point`, and the `cursor` there;
+ *   `yOf(layer)`: the height of a layer's row; `isWide`: whether it reads beside the box, too;
+ *   `width`: that of its place;
  *   `onPick(found)`: called upon a click, with what is there
  */
 export function Plot({ draw, onPick, ...attributes }) {
-  const [place, canvas, hair, plot] = [useRef(), useRef(), useRef(), useRef(null)];
-  const step = usePointed()?.step ?? null;
-  useLayoutEffect(() => {
-    plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
-    canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
-  }, [draw]);
-  useLayoutEffect(() => {
-    const { box, view } = plot.current ?? {};
-    const isIn = view && step !== null && step >= view.step0 && step <= view.step1;
-    moveHair(hair.current, isIn && { left: xOf(box, view, step), top: box.y, height: box.height });
-  });
+  const [place, canvas, stepHair, rowHair] = [useRef(), useRef(), useRef(), useRef()];
+  const [plot, pointer] = [useRef(null), useRef(null)];
+  const at = usePointed();
   const found = ({ offsetX: x, offsetY: y }) => {
-    const { box, view, read } = plot.current ?? {};
-    if (!read || !isInside({ ...box, y: 0, height: box.y + box.height }, x, y)) return null;
+    const { box, view, read, isWide } = plot.current ?? {};
+    if (!read || !(isWide || isInside({ ...box, y: 0, height: box.y + box.height }, x, y))) return null;
     return read(view ? Math.floor(stepAt(box, view, x)) : null, y, x);
   };
   const onpointermove = (event) => {
+    pointer.current = event;
     const said = found(event);
+    canvas.current.style.cursor = said?.cursor ?? "";
     point(said && { ...said, x: event.clientX, y: event.clientY });
   };
   const onpointerleave = () => point(null);
@@ -78,9 +86,23 @@ export function Plot({ draw, onPick, ...attributes }) {
     const picked = found(event);
     if (picked) onPick?.(picked);
   };
+  useLayoutEffect(() => {
+    plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
+    canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
+    if (pointer.current) onpointermove(pointer.current); // it is over something else now
+  }, [draw]);
+  useLayoutEffect(() => {
+    if (!at) pointer.current = null; // such as after scrolling
+    const { box, view, yOf } = plot.current ?? {};
+    const step = at?.step ?? -1;
+    const isIn = view && step >= view.step0 && step <= view.step1;
+    moveHair(stepHair.current, isIn && { left: xOf(box, view, step), top: box.y, height: box.height });
+    const top = yOf?.(at?.layer) ?? null;
+    moveHair(rowHair.current, top !== null && { left: box.x, top, width: box.width });
+  });
   return html`<div class="plot" ref=${place}>
     <canvas ref=${canvas} ...${{ role: "img", ...attributes, onpointermove, onpointerleave, onclick }} />
-    <i class="hair" ref=${hair} />
+    <i class="hair" ref=${stepHair} /><i class="hair row" ref=${rowHair} />
   </div>`;
 }
 
@@ -118,11 +140,10 @@ function Sample({ color, dash }) {
 
 const LONG = 48; // characters of a label, whose end says most
 
-/** The color and name of each curve; `title` stands before them. */
-export function CurveLegend({ curves, title }) {
+/** The color and name of each curve. */
+export function CurveLegend({ curves }) {
   const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
   return html`<div class="curve-legend">
-    ${title && html`<span>${title}</span>`}
     ${curves.map((curve) => html`<span title=${curve.label}><${Sample} ...${curve} />${short(curve.label)}</span>`)}
   </div>`;
 }
@@ -154,23 +175,4 @@ export function Dialog({ onClose, children, ...attributes }) {
     return () => before?.focus?.(); // closing a dialog would do so, removing it does not
   }, []);
   return html`<dialog ref=${node} onclose=${onClose} ...${attributes}>${children}</dialog>`;
-}
-
-/** Something small, enlarged, step by step. `children`: draws it at the step of an index. */
-export function Enlarged({ title, steps, index: first, onClose, children: show }) {
-  const [index, setIndex] = useState(first);
-  const [hasRoom, setRoom] = useState(false); // once the dialog is open
-  useLayoutEffect(() => setRoom(true), []);
-  const move = (count) => setIndex((at) => clamp(at + count, 0, steps.length - 1));
-  const onkeydown = ({ key }) => move({ ArrowLeft: -1, ArrowRight: 1 }[key] ?? 0);
-  return html`<${Dialog} class="large" aria-labelledby="large-title" onkeydown=${onkeydown} onClose=${onClose}>
-    <header>
-      <h2 id="large-title">${title}</h2>
-      <button aria-label="Earlier" onclick=${() => move(-1)}>‹</button>
-      <b role="status">step ${formatStep(steps[index])}</b>
-      <button aria-label="Later" onclick=${() => move(1)}>›</button>
-      <button class="last" onclick=${onClose}>Close</button>
-    </header>
-    <div class="large-content">${hasRoom && show(index)}</div>
-  <//>`;
 }

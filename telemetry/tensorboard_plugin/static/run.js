@@ -2,7 +2,7 @@
 
 import { append, endOf, firstNonfinite, isThinned, measuredLayers, relativeToRun, relativeValues } from "./field.js";
 import { groupByPath, groupByRole, isUntrained, makeRows } from "./rows.js";
-import { Latest, memo } from "./state.js";
+import { memo } from "./state.js";
 
 const ZOOM_DELAY_MS = 200;
 
@@ -29,10 +29,10 @@ export class Run {
    * @param {() => void} changed called when more data of a zoomed view has come
    */
   constructor(source, name, changed) {
-    Object.assign(this, { source, name });
+    Object.assign(this, { source, name, changed });
     this.round = 0; // how often new data has come
     this.fields = new Map();
-    this.part = new Latest(changed);
+    this.part = {}; // what a zoomed view asked for: its `key`, and once it is there the `field` or the `error`
   }
 
   /** Loads a statistic, and the overview unless it is loaded. */
@@ -127,9 +127,18 @@ export class Run {
     const whole = (this.lastField = this.field(statistic));
     if (!isZoomed || !isThinned(whole) || whole.isAll) return whole;
     const query = partOf(view, rows);
-    const key = [statistic.name, ...Object.values(query)].join(" ");
-    const part = this.part.to(key, this.round, () => this.#read(statistic.name, query), ZOOM_DELAY_MS);
-    return part && !part.error ? part : whole;
+    const key = [this.round, statistic.name, ...Object.values(query)].join(" ");
+    if (key !== this.part.key) this.#readPart({ key }, statistic, query);
+    return this.part.field ?? whole;
+  }
+
+  #readPart(part, statistic, query) {
+    clearTimeout(this.part.timer);
+    this.part = part;
+    part.timer = setTimeout(async () => {
+      Object.assign(part, await this.#read(statistic.name, query).then((field) => ({ field }), (error) => ({ error })));
+      if (part === this.part) this.changed();
+    }, ZOOM_DELAY_MS);
   }
 }
 

@@ -3,7 +3,7 @@
 import { drawChart, isLog, styleOf } from "./chart.js";
 import { aligned } from "./field.js";
 import { CurveLegend, DropDown, Plot, useAnswer, usePointed } from "./parts.js";
-import { html, useRef, useState } from "./preact.js";
+import { html, useMemo, useRef, useState } from "./preact.js";
 
 const MOST = 20; // distinguishable curves
 const AT_ONCE = 20; // runs that are read
@@ -16,7 +16,7 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const { theme, source } = page;
   const { layer, smoothing, seeds, curves: subject } = page.state;
   const [toggled, setToggled] = useState(null);
-  const [known, slots] = [useRef(new Map()), useRef(new Map())];
+  const slots = useRef(new Map()); // of colors
   const hasChoice = !isOfLoss && layer !== null;
   const layerTitle = hasChoice ? `${page.statistic.title} of ${layer || "the model"}` : "";
   const isOfLayer = hasChoice && subject !== "loss";
@@ -24,10 +24,10 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const hasSeeds = runs.some(({ hparams }) => Object.keys(hparams).some((name) => SEED.test(name)));
   const isGrouped = seeds && hasSeeds;
   const most = isGrouped ? Infinity : MOST; // a group is one curve of all its runs
-  const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), runs, most);
+  const read = () => readCurves((run) => curveOf(source, run, ...of).catch(() => null), runs, most);
   const isShown = toggled ?? isOpen;
   const key = isShown ? [...of, most, ...runs.map(({ name }) => name)].join("\n") : "";
-  const found = useAnswer(page, key, null, async () => (isShown ? read() : null), DELAY_MS);
+  const found = useAnswer(key, null, async () => (isShown ? read() : null), DELAY_MS);
   const lines = (isGrouped ? groupsOf(found ?? []) : (found ?? [])).slice(0, MOST);
   if (found) slots.current = slotsOf(lines.map(({ label }) => label), slots.current);
   const styled = lines.map((curve) => ({ ...curve, ...styleOf(theme, slots.current.get(curve.label)) }));
@@ -52,10 +52,13 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
 
 function Chart({ curves, theme, title }) {
   const hovered = usePointed()?.run;
-  const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
-  const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
-  const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
-  return html`<${Plot} draw=${(canvas, width) => drawChart(canvas, { ...options, width })} aria-label=${title} />`;
+  const draw = useMemo(() => {
+    const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
+    const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
+    const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
+    return (canvas, width) => drawChart(canvas, { ...options, width });
+  }, [curves, hovered]);
+  return html`<${Plot} draw=${draw} aria-label=${title} />`;
 }
 
 /** A number for each name: the one that it has, or the lowest free one. */
@@ -65,17 +68,12 @@ function slotsOf(names, before) {
   return new Map(names.map((name) => [name, before.get(name) ?? free.shift()]));
 }
 
-/** The curve of a run: the loss, or one of a layer; null without it, or if it cannot be read. */
-function curveOf(source, known, run, layer, statistic) {
-  const key = JSON.stringify([run, layer, statistic]);
-  const read = async () => {
-    if (layer === null) return (await source.scalars(run)).find(({ kind }) => kind === "loss");
-    const { layers } = await source.overview(run);
-    if (!layers.some(({ name }) => name === layer)) return null;
-    return (await source.layer(run, layer)).statistics.get(statistic);
-  };
-  if (!known.has(key)) known.set(key, read().catch(() => null));
-  return known.get(key);
+/** The curve of a run: the loss, or one of a layer; null or undefined without it. */
+async function curveOf(source, run, layer, statistic) {
+  if (layer === null) return (await source.scalars(run)).find(({ kind }) => kind === "loss");
+  const { layers } = await source.overview(run);
+  if (!layers.some(({ name }) => name === layer)) return null;
+  return (await source.layer(run, layer)).statistics.get(statistic);
 }
 
 /** The curves of the first runs that have one, at most so many; some runs at a time. */

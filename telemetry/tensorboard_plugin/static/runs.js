@@ -1,8 +1,8 @@
 // The dialog that lists all runs: filters, columns, and which runs are drawn together.
 
 import { capital, faultText, formatNumber, formatStep } from "./format.js";
-import { axesOf, isWithin, Parallel } from "./parallel.js";
-import { Dialog, DropDown, point, usePointed } from "./parts.js";
+import { Parallel } from "./parallel.js";
+import { Dialog, point, usePointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { RunCurves } from "./run_curves.js";
 
@@ -13,29 +13,20 @@ const collator = new Intl.Collator("en", { numeric: true });
 export function RunTable({ page }) {
   const { table: which, filter, checked: picked, columns: choices } = page.state;
   const [order, setOrder] = useState({ by: "Started", isReversed: false });
-  const [wanted, setObjective] = useState(null); // the default: a validation metric, else the best loss
-  const [ranges, setRanges] = useState(new Map());
   const [search, scroll] = [useRef(), useRef()];
   useLayoutEffect(() => search.current.focus(), []);
   const { runs } = page;
   const columns = columnsOf(runs);
-  const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
-  const objective =
-    objectives.find(({ title }) => title === wanted) ??
-    objectives.find(({ group, title }) => group === "metric" && VALIDATION.test(title)) ??
-    objectives.find(({ title }) => title === "Best loss") ??
-    objectives[0];
   const offered = which === "run" ? runs : runs.filter(({ name }) => name !== page.state.run);
-  const matching = offered.filter(matcher(filter, columns));
+  const accepts = matcher(filter, columns);
+  const matching = offered.filter(accepts);
   const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
   const isShown = (column) =>
     choices.has(`+${column.title}`) || (!choices.has(`-${column.title}`) && !column.isHidden && isFilled(column));
   const visible = columns.filter(isShown);
-  const measures = visible.filter((column) => objectives.includes(column) && column !== objective);
-  const hparams = visible.filter(({ group }) => group === "hparam");
-  const axes = axesOf([...hparams, ...measures, ...(objective ? [objective] : [])], matching);
-  const within = matching.filter((run) => isWithin(run, axes, ranges));
-  const shown = sorted(columns, within, order);
+  const placeOf = ({ group, title }) => ["hparam", "loss", "metric"].indexOf(group) + VALIDATION.test(title);
+  const axes = visible.filter(({ group }) => group).sort((a, b) => placeOf(a) - placeOf(b));
+  const shown = sorted(columns, matching, order);
   const drawn = runs.filter(({ name }) => picked.has(name));
   const checked = drawn.map(({ name }) => name);
 
@@ -53,9 +44,9 @@ export function RunTable({ page }) {
     event.preventDefault(); // else it also presses the button that gets the focus back
     choose(shown[0]);
   };
-  const brush = (changed) => {
+  const brush = (...range) => {
     scroll.current.style.minHeight = `${scroll.current.getBoundingClientRect().height}px`; // else a shorter table moves the chart
-    setRanges(changed);
+    page.update({ filter: withRange(filter, ...range) });
   };
   const { length } = offered;
   const count = shown.length === length ? `${length} run${length === 1 ? "" : "s"}` : `${shown.length || "none"} of ${length} runs`;
@@ -77,19 +68,16 @@ export function RunTable({ page }) {
       <button onclick=${leave}>Close</button>
     </header>
     <div class="runs-scroll" tabindex="0" role="region" aria-label="Runs" ref=${scroll}>
-      <${Table} page=${page} runs=${shown} columns=${visible} order=${order} onSort=${setOrder} onChoose=${choose}>
-        ${objective && html`<${Correlations} ...${{ visible, within, objective, objectives }} onChoose=${setObjective} />`}
-      <//>
+      <${Table} page=${page} runs=${shown} columns=${visible} order=${order} onSort=${setOrder} onChoose=${choose} />
     </div>
     <${RowMark} scroll=${scroll} />
     <${RunCurves} page=${page} runs=${drawn.length ? drawn : shown} isOpen=${drawn.length > 0} />
-    ${axes.length > 1 && matching.length > 1 &&
-    html`<${Parallel} ...${{ runs: matching, axes, ranges, theme: page.theme }} onBrush=${brush} />`}
+    ${axes.length > 1 && length > 1 &&
+    html`<${Parallel} ...${{ runs: offered, columns: axes, accepts, theme: page.theme }} onBrush=${brush} />`}
   <//>`;
 }
 
-/** `children`: further rows of the head. */
-function Table({ page, runs, columns, order, onSort, onChoose, children }) {
+function Table({ page, runs, columns, order, onSort, onChoose }) {
   const { checked, table } = page.state;
   const current = page.state[table];
   const head = ({ title, isNumber }) => {
@@ -111,7 +99,7 @@ function Table({ page, runs, columns, order, onSort, onChoose, children }) {
     ${columns.map(({ show, isNumber }) => html`<td class=${isNumber ? "number" : ""}>${show(run)}</td>`)}
   </tr>`;
   return html`<table>
-    <thead><tr>${[{ title: "Run" }, ...columns].map(head)}</tr>${children}</thead>
+    <thead><tr>${[{ title: "Run" }, ...columns].map(head)}</tr></thead>
     <tbody>${runs.map(row)}</tbody>
   </table>`;
 }
@@ -123,24 +111,6 @@ function RowMark({ scroll }) {
     for (const row of scroll.current.querySelectorAll("tbody tr")) row.classList.toggle("hovered", row.dataset.name === name);
   });
   return null;
-}
-
-/** One number per column: how its ranks go with those of the objective. */
-function Correlations({ visible, within, objective, objectives, onChoose }) {
-  const values = visible.map((column) =>
-    column.isNumber && column.group && column !== objective ? rankCorrelation(within, column, objective) : null,
-  );
-  if (values.every((value) => value === null)) return null;
-  const cell = (value) => {
-    const text = value === null ? "" : `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`;
-    return html`<td class=${Math.abs(value) >= 0.5 ? "number strong" : "number"}>${text}</td>`;
-  };
-  return html`<tr class="correlations">
-    <td><${DropDown} label="Rank correlation with" options=${objectives.map(({ title }) => [title, title])}
-      title="Spearman's rank correlation of a column with this one, over the listed runs"
-      value=${objective.title} onChoose=${onChoose} /></td>
-    ${values.map(cell)}
-  </tr>`;
 }
 
 /** In the order of a column; runs without a value come last. */
@@ -156,10 +126,9 @@ function sorted(columns, runs, { by, isReversed }) {
   });
 }
 
-// --- columns: values of each run, filters, and rank correlations
+// --- columns: values of each run, and filters
 
 const MOST_METRICS = 4; // shown without being asked for
-const FEWEST = 3; // runs that have a rank correlation
 const TERM = /^([^<>=!]+)(<=|>=|!=|=|<|>)(.*)$/;
 const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60]]; // and their seconds
 const relativeTime = new Intl.RelativeTimeFormat("en");
@@ -167,7 +136,7 @@ const TOLERANCE = 1e-6; // of two numbers that read the same
 
 /**
  * A column has a `title`; `key(run)`, the value to sort and filter by; `show(run)`, the content of a cell. It may
- * be of a `group`, `hparam` or `metric`, be a number, `isNumber`, or hidden unless the user chooses otherwise.
+ * be of a `group`, `hparam`, `loss` or `metric`, be a number, `isNumber`, or hidden unless the user chooses otherwise.
  * @typedef {Object} Column
  */
 
@@ -175,8 +144,8 @@ const BASE = [
   { title: "Status", key: (run) => run.status, show: statusOf },
   { title: "Started", key: (run) => -run.started /* the newest first */, show: (run) => ago(run.started) },
   number("Last step", (run) => run.lastStep, formatStep),
-  number("Last loss", (run) => run.loss && Number(run.loss.last)), // NaN comes as a text
-  number("Best loss", (run) => run.loss && Number(run.loss.best)),
+  { ...number("Last loss", (run) => run.loss && Number(run.loss.last)), group: "loss" }, // NaN comes as a text
+  { ...number("Best loss", (run) => run.loss && Number(run.loss.best)), group: "loss" },
   {
     title: "Worst alert",
     key: (run) => run.alert?.kind,
@@ -222,8 +191,17 @@ export function matcher(text, columns) {
   return (run) => tests.every((test) => test(run));
 }
 
-function nameOf(title) {
-  return title.toLowerCase().replaceAll(" ", "_");
+/** A title or value as a filter has it, without spaces. */
+function nameOf(text) {
+  return String(text).toLowerCase().replaceAll(" ", "_");
+}
+
+/** A filter with another range of a column; ends that are undefined are open. */
+function withRange(filter, title, low, high) {
+  const isEnd = (term) => [`${nameOf(title)}>=`, `${nameOf(title)}<=`].some((start) => nameOf(term).startsWith(start));
+  const others = filter.split(/\s+/).filter((term) => term && !isEnd(term));
+  const ends = [[">=", low], ["<=", high]].filter(([, value]) => value !== undefined);
+  return [...others, ...ends.map(([operator, value]) => nameOf(title) + operator + nameOf(value))].join(" ");
 }
 
 function compare(value, operator, wanted) {
@@ -231,36 +209,17 @@ function compare(value, operator, wanted) {
   if (wanted === "") return true; // still being typed
   const [a, b] = [value, wanted].map(Number);
   const areNumbers = typeof value === "number" && !Number.isNaN(b);
-  const isSame = areNumbers
-    ? a === b || Math.abs(a - b) <= TOLERANCE * Math.max(Math.abs(a), Math.abs(b))
-    : String(value).toLowerCase() === wanted.toLowerCase();
-  if (operator === "=" || operator === "!=") return isSame === (operator === "=");
-  if (isSame) return operator.endsWith("=");
-  return areNumbers && (operator.startsWith("<") ? a < b : a > b);
+  const isNear = Math.abs(a - b) <= TOLERANCE * Math.max(Math.abs(a), Math.abs(b));
+  const order = areNumbers ? (isNear ? 0 : a - b) : collator.compare(nameOf(value), nameOf(wanted));
+  if (operator === "!=") return order !== 0;
+  if (order === 0) return operator.endsWith("=");
+  return operator !== "=" && operator.startsWith("<") === order < 0;
 }
 
 function searched(run) {
   const alert = run.alert ? `${run.alert.kind} ${alertText(run.alert)}` : "";
   const hparams = Object.entries(run.hparams).map((pair) => pair.join("="));
   return [run.name, run.status, alert, ...hparams].join(" ").toLowerCase();
-}
-
-/** Spearman's rank correlation of two columns; null where too few runs have both, or one is constant. */
-export function rankCorrelation(runs, a, b) {
-  const pairs = runs.map((run) => [a.key(run), b.key(run)]);
-  const known = pairs.filter((pair) => pair.every((value) => typeof value === "number" && value === value));
-  if (known.length < FEWEST) return null;
-  const [x, y] = [0, 1].map((i) => ranksOf(known.map((pair) => pair[i])));
-  const mean = (known.length - 1) / 2;
-  const covariance = (p, q) => p.reduce((sum, value, i) => sum + (value - mean) * (q[i] - mean), 0);
-  const scale = Math.sqrt(covariance(x, x) * covariance(y, y));
-  return scale > 0 ? covariance(x, y) / scale : null;
-}
-
-/** Ranks from 0; equal values share the mean of theirs. */
-function ranksOf(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return values.map((value) => (sorted.indexOf(value) + sorted.lastIndexOf(value)) / 2);
 }
 
 export function isMissing(value) {

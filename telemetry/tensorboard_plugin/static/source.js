@@ -2,8 +2,6 @@
 
 import { curveAt, rowOf } from "./field.js";
 
-export class NewerFormatError extends Error {}
-
 /**
  * Each question is one route of the server, whose functions say what the answers have. A subclass has
  * `json(route, query)` and `binary(route, query)`.
@@ -12,12 +10,7 @@ export class Source {
   runs = () => this.json("runs");
   onsets = (run, step) => this.json("onsets", { run, step });
   images = (run, layer) => this.json("images", { run, layer });
-
-  overview = async (run) => {
-    const overview = await this.json("run", { run });
-    if (overview.newerFormat) throw new NewerFormatError(overview.newerFormat);
-    return overview;
-  };
+  overview = (run) => this.json("run", { run });
 
   /** The field of one statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`. */
   matrix = (run, statistic, part) => this.binary("matrix", { run, statistic, ...part });

@@ -34,12 +34,11 @@ const set = {
 const zoom = {
   initial: null,
   encode(view) {
-    if (view === null || view === EVERYTHING) return view ?? "";
+    if (view === null) return "";
     const { step0, step1, row0, row1 } = view;
     return [step0, step1, row0, row1].map((end) => Math.round(end * 1000) / 1000).join(",");
   },
   decode(found) {
-    if (found === EVERYTHING) return EVERYTHING;
     const ends = found.split(",").map(Number);
     const [step0, step1, row0, row1] = ends;
     return ends.length === 4 && step0 < step1 && row0 < row1 ? { step0, step1, row0, row1 } : null;
@@ -53,9 +52,6 @@ const layer = {
   decode: (found) => found.slice(1),
 };
 
-/** The zoom of who asked for all steps, also where a run opens at its story. */
-export const EVERYTHING = "all";
-
 const TABLE = {
   run: text(),
   other: text(), // the run to compare with
@@ -65,7 +61,7 @@ const TABLE = {
   search: text(),
   all: flag("1"), // whether layers without the statistic are shown, too
   folded: set,
-  zoom, // a view; null: what a run opens with
+  zoom, // a view; null: everything
   layer, // the selected one
   of: flag("other"), // whether the last click was in the other run
   step: number(Number.isFinite),
@@ -115,31 +111,4 @@ export function memo(compute) {
     known.set(object, { of, result });
     return result;
   };
-}
-
-/** The answer to the latest question; answers to earlier ones are dropped. `changed()`: called when one has come. */
-export class Latest {
-  constructor(changed) {
-    this.changed = changed;
-    this.key = this.version = this.answer = null;
-  }
-
-  /**
-   * The answer to a question; null while it is awaited, `{error}` if asking failed. A new `version` of the data is
-   * asked for behind the old answer; questions that may change at once have a `delay` in ms.
-   */
-  to(key, version, ask, delay = 0) {
-    if (key !== this.key) this.answer = null;
-    if (key !== this.key || version !== this.version) {
-      [this.key, this.version] = [key, version];
-      clearTimeout(this.timer);
-      this.timer = setTimeout(async () => {
-        const answer = await ask().catch((error) => ({ error }));
-        if (key !== this.key || version !== this.version) return;
-        this.answer = answer;
-        this.changed();
-      }, delay);
-    }
-    return this.answer;
-  }
 }

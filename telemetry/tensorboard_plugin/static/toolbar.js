@@ -4,26 +4,20 @@ import { foldAt, listRuns, selectOnlyRow, unzoom } from "./actions.js";
 import { drawAt } from "./canvas.js";
 import { isThinned, rowOf } from "./field.js";
 import { formatStep } from "./format.js";
-import { copyLink, writeLink } from "./host.js";
 import { contentsOf } from "./panel.js";
 import { DropDown } from "./parts.js";
-import { html, useState } from "./preact.js";
+import { html } from "./preact.js";
 import { deepest, groupsAtDepth } from "./rows.js";
 import { MODES } from "./scale.js";
-import { toLink } from "./state.js";
 
 const ORDER = [["depth", "by depth"], ["role", "by role"]];
 
 /** Controls of the class `rare` are hidden in a narrow window, unless it is `full`. */
 export function Toolbar({ page }) {
-  const { state, runs, zoom } = page;
+  const { state, runs } = page;
   const [panel] = page.panels;
   const statistics = panel.overview.statistics.map(({ name, title }) => [name, title]);
   const modes = Object.entries(MODES).filter(([mode]) => mode !== "run" || state.other);
-  const order = (chosen) => {
-    const { row0, row1 } = page.whole();
-    page.update({ order: chosen, folded: new Set(), zoom: zoom && { ...zoom, row0, row1 } });
-  };
   return html`
     <${RunButton} label="Run" name=${state.run} runs=${runs} onclick=${() => listRuns(page, "run")} />
     ${runs.length > 1 && html`<div class="pair rare">
@@ -36,7 +30,7 @@ export function Toolbar({ page }) {
     <${DropDown} label="Show" class="field rare" options=${modes} value=${page.mode}
       onChoose=${(mode) => page.update({ mode })} />
     ${deepest(panel.groupings.role) > 0 && html`<${DropDown} label="Order" class="field rare" options=${ORDER}
-      value=${state.order} onChoose=${order} />`}
+      value=${state.order} onChoose=${(order) => page.update({ order, folded: new Set(), zoom: null })} />`}
     <${Layers} page=${page} grouping=${panel.groupings[state.order]} />
     <label class="field rare">
       <span>Filter layers</span>
@@ -45,24 +39,13 @@ export function Toolbar({ page }) {
         oninput=${({ target }) => page.update({ search: target.value, zoom: null })}
         onkeydown=${({ key }) => key === "Enter" && selectOnlyRow(page)} />
     </label>
-    <button class="reset" disabled=${!zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
+    <button class="reset" disabled=${!state.zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
     <button class="drawer-open" onclick=${() => page.update({ side: true })}>Alerts ${page.alerts.length}</button>
-    <${Linking} page=${page} />
     <${Saving} page=${page} />
     <${Live} page=${page} />
     <button class="more" aria-expanded=${String(state.full)}
       onclick=${() => page.update({ full: !state.full })}>More</button>
   `;
-}
-
-function Linking({ page }) {
-  const [said, setSaid] = useState("Link");
-  const onclick = async () => {
-    writeLink(toLink(page.state), false);
-    setSaid((await copyLink()) ? "Copied" : "See address");
-  };
-  return html`<button class="rare" title="Copy link to this view" aria-live="polite" onclick=${onclick}
-    onblur=${() => setSaid("Link")}>${said}</button>`;
 }
 
 function Saving({ page }) {
@@ -179,7 +162,7 @@ function pictureOf(page, { view }) {
   return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
 }
 
-/** A line per step and layer in view, as `telemetry export` writes them. */
+/** A line per step and layer in view. */
 function csvOf({ panel, field, rows, view, statistic }) {
   const lines = [`run,step,module_name,type_name,${statistic.name}`];
   const shown = rows.slice(Math.floor(view.row0), Math.ceil(view.row1)).flatMap(({ layers }) => layers);

@@ -1,4 +1,4 @@
-// The visible part of the picture, zooming, and the part to open with.
+// The visible part of the picture, and zooming.
 
 import { clamp } from "./format.js";
 
@@ -71,18 +71,9 @@ function limitSpan(low, high, first, last, least = 0) {
 
 const AROUND_STEPS = 20;
 const AROUND_COLUMNS = 5; // of a statistic that is measured less often than at every step
-const SHORT = 60; // columns that need no zoom
 
 export function aroundStep(step, whole, steps) {
   const gap = steps.length > 1 ? (steps[steps.length - 1] - steps[0]) / (steps.length - 1) : 1;
   const reach = Math.max(AROUND_STEPS, AROUND_COLUMNS * gap);
   return { ...whole, step0: step - reach, step1: step + reach + 1 };
-}
-
-/** The view to open with: null for everything; the first NaN if NaN fills most of the picture. */
-export function openingView(field, first, alerts, whole) {
-  if (!first || field.steps.length <= SHORT || first.share < 0.5) return null;
-  const errors = alerts.filter(({ severity, step }) => severity === "error" && step <= first.step);
-  const step = errors.reduce((least, alert) => Math.min(least, alert.step), first.step);
-  return aroundStep(step, whole, field.steps);
 }

@@ -252,8 +252,9 @@ def test_no_other_file_can_be_read(client: Client, path: str) -> None:
 def test_data_of_a_newer_format_is_reported(tmp_path: Path, open_client: OpenClient) -> None:
     (tmp_path / "future").mkdir()
     write_newer(tmp_path / "future", 2)
-    answer = open_client(tmp_path).json("run", run="future")
-    assert "format 2" in answer["newerFormat"]
+    response = open_client(tmp_path).request("run", {"run": "future"})
+    assert response.status_code == 501
+    assert "format 2" in response.json["error"]
 
 
 def test_a_log_directory_without_our_data_has_no_runs(

@@ -131,7 +131,7 @@ def test_live_mode_follows_a_growing_run(page: TelemetryPage, logdir: Path, load
     page.locator(".live:has-text('as of step 24')").wait_for()
     page.locator(f".panel[data-run='{run}'] .notice:has-text('Resumed at step 10')").wait_for()
     page.locator(f".panel[data-run='{run}'][data-steps='25']").wait_for()
-    said = page.locator(".announcer", has_text="New alert: error at step 20")
+    said = page.locator(".alerts [role=status]", has_text="Latest alert: error at step 20")
     said.wait_for(state="attached")
     live.click()
     assert live.get_attribute("aria-pressed") == "false"

@@ -14,7 +14,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import Alert, HookLogger, Rule, StepRecord
-from tests.helpers.browser import pixel_at, pixels_of, plot_box
+from tests.helpers.browser import pixel_at, pixels_of
 from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
 from tests.helpers.loops import fault_at, mlp, train
 from tests.helpers.shell import run
@@ -109,13 +109,11 @@ def test_the_report_opens_from_disk(report: Path, open_report: OpenReport) -> No
     assert HOSTILE in page.locator(".alerts").inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.locator("canvas.strip").is_visible()
-    assert page.locator(".costs-row").count() == 0  # the run has no times
-    detail.get_by_role("button", name="Enlarge", exact=True).first.click()
-    assert page.locator(".large b").inner_text() == "step 10"
-    values = page.locator(".large .quantiles td").all_inner_texts()
-    expected = [-0.98, -0.9, -0.5, 0, 0.5, 0.9, 0.98]  # of ten equal bins from -1 to 1
-    assert [float(value) for value in values[1:]] == pytest.approx(expected, abs=0.03)
-    page.keyboard.press("Escape")
+    assert page.locator(".costs").count() == 0  # the run has no times
+    caption = detail.locator("p", has_text="Lines: 5 %, median and 95 %").inner_text()
+    values = re.findall(r"with these at (\S+), (\S+), (\S+)\. ", caption)[0]
+    expected = [-0.9, 0, 0.9]  # of ten equal bins from -1 to 1
+    assert [float(value) for value in values] == pytest.approx(expected, abs=0.03)
     page.locator("label:has-text('Statistic') select").select_option("weight_norm")
     page.locator(".panel[data-steps='4']").wait_for()
     page.emulate_media(media="print")
@@ -193,35 +191,20 @@ def test_a_run_with_an_alert_and_no_step_has_a_report(
     assert "matches" not in " ".join(page.locator(".notice").all_inner_texts())
 
 
-def cost_at(page: Page, step: int, share: float) -> list[int]:
-    """Color of the row of costs at a step of 40 and a share of its height."""
-    left, top, width, height = plot_box(page.locator("canvas.costs"))
-    y, x = int(top + (1 - share) * height), int(left + step / 40 * width)
-    color: list[int] = pixels_of(page, "canvas.costs")[y, x].tolist()
-    return color
-
-
-def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, open_report: OpenReport) -> None:
+def test_time_and_memory_are_a_line(tmp_path: Path, open_report: OpenReport) -> None:
     write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms)
     phases = ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
     curves = {f"~run/time/{name}": {0: 0.1, 20: 0.1, 39: 0.1} for name in phases}
     curves["~run/time/data_wait_s"][39] = 0.9
     curves["~run/memory/host_rss_bytes"] = {0: 2**30, 20: 2 * 2**30, 39: 3 * 2**30}
     write_dashboards(tmp_path / "demo", scalars=curves)
-    page = open_report(write_report(tmp_path / "demo"))
-    assert "data wait 900 ms (75 %)" in page.locator(".costs-row summary").inner_text()
-    page.locator(".costs-row summary").click()
-    legend = page.locator(".costs-row .curve-legend span")
-    assert legend.all_inner_texts() == [
-        "Time, memory (GiB)",
-        "data wait 900 ms (75 %)", "forward 100 ms (8 %)", "backward 100 ms (8 %)",
-        "optimizer 100 ms (8 %)", "host rss 3 GiB",
-    ]  # fmt: skip
-    waits = cost_at(page, 10, 0.12)
-    assert waits != cost_at(page, 10, 0.38)
-    assert cost_at(page, 38, 0.12) == cost_at(page, 38, 0.38) == waits
-    page.locator("canvas.costs").hover(position={"x": 600, "y": 30})
-    assert "data wait" in page.locator(".tooltip").inner_text()
+    report = write_report(tmp_path / "demo")
+    said = open_report(report).locator(".costs").inner_text()
+    others = "forward 100 ms (8 %) · backward 100 ms (8 %) · optimizer 100 ms (8 %)"
+    assert said == f"Time, memory: data wait 900 ms (75 %) · {others} · host rss 3 GiB"
+    said = open_report(report, "#p.telemetry.step=25").locator(".costs").inner_text()
+    assert said.startswith("Time, memory: data wait 100 ms (25 %) · ")
+    assert said.endswith("host rss 2 GiB")
 
 
 def changed(step: int) -> np.ndarray:

@@ -295,7 +295,9 @@ for stderr, level in zip(sys.argv[2::2], sys.argv[3::2]):
         assert os.waitpid(child, 0)[1] == 0
         continue
     os.dup2(int(stderr), 2)
-    if level != "unset":
+    if level == "quiet":
+        logging.getLogger("telemetry").setLevel(logging.ERROR)
+    elif level != "unset":
         logging.basicConfig(level=level)
     for log_dir in {[*FOLDERS]}:
         HookLogger(nn.Linear(2, 1), log_dir).close()
@@ -309,6 +311,8 @@ def test_each_logger_shows_its_directory_and_the_command_that_shows_it_and_its_n
 ) -> None:
     cases = [(True, "WARNING"), (True, "INFO"), (False, "WARNING"), (False, "unset")]
     beginnings = ["\r\x1b[Jtelemetry: ", "INFO:telemetry:", None, "telemetry: "]
+    cases += [(True, "quiet"), (False, "quiet")]
+    beginnings += [None, None]
     ends = [pty.openpty() if terminal else os.pipe() for terminal, _ in cases]
     arguments = [
         str(a) for (_, fd), (_, level) in zip(ends, cases, strict=True) for a in (fd, level)
