@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import re
 import textwrap
 import time
@@ -17,9 +16,9 @@ from rich.text import Text
 from telemetry.alert import Alert
 from telemetry.alerts.configuration import KINDS
 from telemetry.alerts.detector import Detector
-from telemetry.commands.output import LogDirs, print_records
+from telemetry.commands.output import LogDirs, as_json, print_records
 from telemetry.events.run_log import Alerted
-from telemetry.plain_text import closest, json_plain, printable
+from telemetry.plain_text import closest, printable
 
 _WIDTH = 100
 _POLL_S = 0.5
@@ -143,9 +142,7 @@ def _follow(runs: LogDirs, args: argparse.Namespace, console: Console) -> int:
                 found = {id(frame): frame for frame in run.frames(Alerted)}
                 for alert in [found[key].alert for key in found if key not in shown]:
                     if args.form:
-                        record = {"run": name, **vars(alert)}
-                        plain = {key: json_plain(record[key]) for key in _RECORD}
-                        print(json.dumps(plain), flush=True)
+                        print(as_json(_RECORD, {"run": name, **vars(alert)}), flush=True)
                     else:
                         _print_alert(f"{printable(name)}: " * (len(opened) > 1), alert, console)
                 shown |= found

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console
 
@@ -32,23 +32,8 @@ exit status:
 completion in bash and zsh, after pip install argcomplete:
   eval "$(register-python-argcomplete telemetry)"
 """
-_EXAMPLES = {
-    "runs": ["runs/ --sort best_loss", "runs/ --filter lr=0.1 --csv"],
-    "summary": [
-        "runs/mnist --statistic dead_units",
-        "runs/mnist --sort update_ratio --reverse --top 5",
-    ],
-    "alerts": ["runs/ --fail-on error", "runs/mnist --json --follow"],
-    "lint": ["runs/", "out/checkpoint-500/trainer_state.json", "lightning_logs/*/metrics.csv"],
-    "explain": ["runs/mnist"],
-    "help": ["", "dead_units"],
-    "diff": ["runs/before runs/after --tolerance 1e-3"],
-    "report": ["runs/mnist -o report.html", "runs/before runs/after"],
-}
 _STATISTICS = tuple([statistic.name for statistic in PAGE_STATISTICS])
 _NAMES = ", ".join(_STATISTICS)
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,102 +74,92 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     parser.set_defaults(command=None)
-    path = {"type": Path, "metavar": "RUN"}
+
+    def command(
+        run: Callable[[argparse.Namespace, Console], int],
+        name: str,
+        does: str,
+        examples: Sequence[str],
+        *parents: argparse.ArgumentParser,
+    ) -> Callable[..., argparse.Action]:
+        """Add a command, which ``does`` something, and return what adds its own arguments."""
+        added = commands.add_parser(
+            name,
+            help=does,
+            description=f"{does[0].upper()}{does[1:]}.",
+            epilog="\n".join(["example:", *(f"  telemetry {name} {e}".rstrip() for e in examples)]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=parents,
+        )
+        added.set_defaults(command=run)
+        return added.add_argument
+
+    path: Any = {"type": Path, "metavar": "RUN"}
     a_run = "directory of a run, or a directory with a single run somewhere below; directory@id is "
     a_run += "an earlier run in the same directory"
+    of_runs, reverse, fail_on, form = (argparse.ArgumentParser(add_help=False) for _ in range(4))
     all_runs = "directory of a run, or of runs at any depth, such as runs/"
-    statistic = {"choices": _STATISTICS, "metavar": "NAME"}
-    output = {"type": Path, "metavar": "FILE"}
-    of_runs = _options("runs", nargs="+", help=all_runs, **path)
-    reverse = _options("--reverse", action="store_true", help="sort the other way round")
-    fail_on = _options(
-        "--fail-on",
-        choices=FAIL_ON,
-        default="warning",
-        help="severity of an alert for exit status 1 (default: %(default)s): error: the run is "
-        "lost or wrong; warning: worth a look; notes never count",
-    )
-    form = argparse.ArgumentParser(add_help=False)
+    of_runs.add_argument("runs", nargs="+", help=all_runs, **path)
+    reverse.add_argument("--reverse", action="store_true", help="sort the other way round")
+    severity = "severity of an alert for exit status 1 (default: %(default)s): error: the run is "
+    severity += "lost or wrong; warning: worth a look; notes never count"
+    fail_on.add_argument("--fail-on", choices=FAIL_ON, default="warning", help=severity)
     forms = form.add_mutually_exclusive_group()
-    for name, what in (
-        ("json", "print a list of objects"),
-        ("csv", "print a table with a heading"),
-    ):
-        forms.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=what)
+    chosen: Any = {"dest": "form", "action": "store_const"}
+    forms.add_argument("--json", const="json", help="print a list of objects", **chosen)
+    forms.add_argument("--csv", const="csv", help="print a table with a heading", **chosen)
 
     does = "print a table of all layers"
-    add = _command(commands, "summary", summary, does, of_runs, reverse, form)
+    examples = ["runs/mnist --statistic dead_units"]
+    examples += ["runs/mnist --sort update_ratio --reverse --top 5"]
+    add = command(summary, "summary", does, examples, of_runs, reverse, form)
     shown = f"statistic to show (default: that of --sort, or {_STATISTICS[0]}): {_NAMES}"
-    add("--statistic", help=shown, **statistic)
+    add("--statistic", choices=_STATISTICS, metavar="NAME", help=shown)
     sort = "sort by the last value of this statistic, the largest first (default: "
     sort += "forward order; with --top or --reverse, the shown statistic)"
     add("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
     add("--top", type=int, metavar="N", help="show only the first N layers")
 
     does = "print status, loss, first alert and hyperparameters of runs, the newest first"
-    add = _command(commands, "runs", runs, does, of_runs, reverse, form)
+    examples = ["runs/ --sort best_loss", "runs/ --filter lr=0.1 --csv"]
+    add = command(runs, "runs", does, examples, of_runs, reverse, form)
     sort = "column or hyperparameter, such as best_loss or lr (default: %(default)s)"
     add("--sort", metavar="KEY", default="started", help=sort)
     words = "show only runs with all these words and comparisons: name, status, alert, or lr<1e-3"
     add("--filter", metavar="WORDS", help=words)
 
     does = "print the alerts of runs; exit with 1 if there are any above a note"
-    add = _command(commands, "alerts", alerts, does, of_runs, fail_on, form)
+    examples = ["runs/ --fail-on error", "runs/mnist --json --follow"]
+    add = command(alerts, "alerts", does, examples, of_runs, fail_on, form)
     follow = "print alerts as they come, until Ctrl-C; with --json, an object in each line"
     add("--follow", action="store_true", help=follow)
 
     does = "judge the loss and gradient norm that any program has logged"
-    add = _command(commands, "lint", lint, does, fail_on, form)
+    examples = ["runs/", "out/checkpoint-500/trainer_state.json", "lightning_logs/*/metrics.csv"]
+    add = command(lint, "lint", does, examples, fail_on, form)
     add("paths", nargs="+", type=Path, metavar="PATH", help=FORMATS)
     add("--loss", metavar="TAG", help="tag of the loss (default: found by name)")
     add("--norm", metavar="TAG", help="tag of the gradient norm, in the same way")
 
     does = "print the steps, layers and random state around errors, loss spikes and exceptions"
-    _command(commands, "explain", explain_faults, does, of_runs, form)
+    command(explain_faults, "explain", does, ["runs/mnist"], of_runs, form)
 
-    add = _command(commands, "help", print_help, "explain a kind of alert, or list all kinds")
+    does = "explain a kind of alert, or list all kinds"
+    add = command(print_help, "help", does, ["", "dead_units"])
     add("kind", nargs="?", metavar="KIND", help="kind of alert, as dead_units")
 
     does = "print the first step and layer where two runs diverge; exit with 1 if they do"
-    add = _command(commands, "diff", diff, does, form)
+    add = command(diff, "diff", does, ["runs/before runs/after --tolerance 1e-3"], form)
     add("first", help=a_run, **path)
     add("second", help=a_run, **path)
     share = "two numbers are equal up to this share of the larger one (default: %(default)s)"
     add("--tolerance", type=float, default=0.0, metavar="SHARE", help=share)
 
     does = "write one HTML file with the page and the data of runs; of several, a comparison, too"
-    add = _command(commands, "report", report, does, of_runs)
+    add = command(report, "report", does, ["runs/mnist -o report.html", "runs/a runs/b"], of_runs)
     where = "file to write (default: %(default)s)"
-    add("-o", "--output", default="report.html", help=where, **output)
+    add("-o", "--output", default="report.html", type=Path, metavar="FILE", help=where)
     return parser
-
-
-def _options(*names: str, **options: Any) -> argparse.ArgumentParser:
-    """Return a parent parser with one argument, for several commands."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(*names, **options)
-    return parser
-
-
-def _command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace, Console], int],
-    does: str,
-    *parents: argparse.ArgumentParser,
-) -> Callable[..., argparse.Action]:
-    """Add a command, which ``does`` something, and return what adds its own arguments."""
-    examples = [f"  telemetry {name} {example}".rstrip() for example in _EXAMPLES[name]]
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=does,
-        description=f"{does[0].upper()}{does[1:]}.",
-        epilog="\n".join(["example:", *examples]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=parents,
-    )
-    parser.set_defaults(command=run)
-    return parser.add_argument
 
 
 if __name__ == "__main__":

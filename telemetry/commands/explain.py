@@ -163,21 +163,18 @@ def _print_table(fault: Mapping[str, Any], onsets: Sequence[Onset], console: Con
     moved = {onset.name: onset for onset in onsets}
     center = culprit if culprit in names else next(iter(moved), names[0])
     rows = _rows(names.index(center), len(names), [names.index(name) for name in moved])
-    labels: list[str] = []
-    cells: dict[str, list[Text]] = {key: [] for key in shown}
+    lines: list[tuple[str, list[str]]] = []
     for before, row in zip([rows[0], *rows], rows, strict=False):
         if row > before + 1:
-            labels.append("  …")
-            for column in cells.values():
-                column.append(Text())
+            lines.append(("  …", [""] * len(shown)))
         mark = "»" if names[row] == culprit else " "
-        labels.append(f"{mark} {printable(names[row] or modules['type'][row])}")
-        for key, column in cells.items():
-            values = [profile[key][row] for profile in profiles]
-            found = ["–" if value is None else f"{value:.2g}" for value in values]
-            column.append(Text(" → ".join(f"{text:>{_CELL_WIDTH}}" for text in found)))
-    columns = [output.Column(_SHOWN[key], cells[key], -place) for place, key in enumerate(shown)]
-    output.print_table(console, "  module", labels, columns)
+        label = f"{mark} {printable(names[row] or modules['type'][row])}"
+        lines.append((label, [_moments(p[key][row] for p in profiles) for key in shown]))
+    columns = [
+        output.Column(_SHOWN[key], [Text(cells[place]) for _, cells in lines], -place)
+        for place, key in enumerate(shown)
+    ]
+    output.print_table(console, "  module", [label for label, _ in lines], columns)
     notes: dict[str, list[str]] = {}
     for row in rows:
         for note in _notes(profiles, row, moved.get(names[row])):
@@ -186,6 +183,11 @@ def _print_table(fault: Mapping[str, Any], onsets: Sequence[Onset], console: Con
     _print_lines([f"  {note}: {those}" for note, those in of_note.items()], console)
     if left_out := len(names) - len(rows):
         console.print(f"  and {left_out} more modules")
+
+
+def _moments(values: Iterable[float | None]) -> str:
+    found = ["–" if value is None else f"{value:.2g}" for value in values]
+    return " → ".join(f"{text:>{_CELL_WIDTH}}" for text in found)
 
 
 def _rows(center: int, count: int, always: Sequence[int]) -> list[int]:

@@ -6,12 +6,11 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
@@ -21,8 +20,6 @@ from rich.text import Text
 from telemetry.plain_text import json_plain, printable
 from telemetry.reading.run import NoTelemetryError, find_log_dirs, open_run, split_run
 from telemetry.reading.run_data import RunData
-
-AnyRecord = TypeVar("AnyRecord")
 
 _NARROWEST = 24  # cells of the first column, unless it needs less
 ALWAYS = 100  # weight of a column that is never hidden; the first one becomes narrower instead
@@ -78,28 +75,17 @@ def _table(
 def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
     """Print records as ``json``, where NaN and infinities are texts, or as ``csv``."""
     if form == "csv":
-        rows = ([_cell(json_plain(record[column])) for column in columns] for record in records)
-        write_csv(sys.stdout, columns, rows)
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(columns)
+        for record in records:
+            writer.writerow([_cell(json_plain(record[column])) for column in columns])
         return
-    texts = [json.dumps({name: json_plain(record[name]) for name in columns}) for record in records]
+    texts = [as_json(columns, record) for record in records]
     print("\n".join(["[", ",\n".join(texts), "]"]) if texts else "[]")
 
 
-def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-
-
-def sorted_by(
-    key: Callable[[AnyRecord], Any], records: Iterable[AnyRecord], *, reverse: bool
-) -> list[AnyRecord]:
-    """Sort records by a key; those whose key is None come last."""
-    keyed = [(key(record), record) for record in records]
-    known = sorted(
-        [pair for pair in keyed if pair[0] is not None], key=itemgetter(0), reverse=reverse
-    )
-    return [record for _, record in (*known, *(pair for pair in keyed if pair[0] is None))]
+def as_json(columns: Sequence[str], record: Mapping[str, Any]) -> str:
+    return json.dumps({name: json_plain(record[name]) for name in columns})
 
 
 def number(value: float | None, digits: int = 3) -> Text:

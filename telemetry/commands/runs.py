@@ -18,9 +18,9 @@ from telemetry.commands import output
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import called, called_all, natural_key, printable
 from telemetry.reading.comparison import Comparison, Difference, compare
-from telemetry.reading.run import only_log_dir, open_run
+from telemetry.reading.run import only_log_dir, open_run, split_run
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_entry import differing, row_of
+from telemetry.reading.run_entry import row_of
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
 _MOST_WANTED = ("status", "first_alert", "last_loss", "last_step")
@@ -35,15 +35,9 @@ def runs(args: argparse.Namespace, console: Console) -> int:
             raise ValueError(f"--filter {term}: needs a value, such as lr<1e-3")
     rows = list(_rows(found, args.runs))
     found.status = found.status if rows else 2
-    rows = [row for row in rows if all(_matches(row, term) for term in terms)]
-    hparams = {
-        name if name not in _COLUMNS else f"hparams/{name}": name for name in differing(rows)
-    }
-    records = [
-        {**_record(row), **{title: row["hparams"].get(name) for title, name in hparams.items()}}
-        for row in rows
-    ]
-    columns = [*_COLUMNS, *hparams]
+    rows = [row for row in rows if all(_matches(_record(row), term) for term in terms)]
+    columns = [*_COLUMNS, *_differing([*map(_hparams, rows)])]
+    records = [dict.fromkeys(columns) | _record(row) for row in rows]
     if args.sort not in columns:
         raise ValueError(f"--sort {args.sort}: must be one of {', '.join(columns)}")
     records = _sorted(records, args.sort, args.reverse)
@@ -67,16 +61,16 @@ def _rows(found: output.LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any
         is_below = len(given) == 1 and log_dir != given[0]
         name = os.path.relpath(log_dir, given[0]) if is_below else str(log_dir)
         yield row_of(newest, name, now_s)
-        if newest.is_newest:
-            for run in newest.directory.runs:
-                if run != newest.run:
-                    yield row_of(RunData(newest.directory, run), f"{name}@{run}", now_s)
+        earlier = () if split_run(log_dir)[1] else newest.directory.runs
+        for run in earlier:
+            if run != newest.run:
+                yield row_of(RunData(newest.directory, run), f"{name}@{run}", now_s)
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that all runs have; None where a run has no value."""
+    """Return hyperparameters, and the columns that all runs have; None without a value."""
     loss, started = row["loss"] or {}, datetime.fromtimestamp(row["started"], timezone.utc)
-    return {
+    return _hparams(row) | {
         "run": row["name"],
         "status": row["status"],
         "started": started.strftime("%Y-%m-%d %H:%M:%SZ"),
@@ -85,6 +79,16 @@ def _record(row: Mapping[str, Any]) -> dict[str, Any]:
         "best_loss": loss.get("best"),
         "first_alert": _alert(row["alert"]),
     }
+
+
+def _hparams(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"hparams/{n}" if n in _COLUMNS else n: value for n, value in row["hparams"].items()}
+
+
+def _differing(hparams: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names whose values differ between runs; a missing one counts as a value."""
+    names = dict.fromkeys(name for of_run in hparams for name in of_run)
+    return [name for name in names if len({str(of_run.get(name)) for of_run in hparams}) > 1]
 
 
 def _alert(alert: Mapping[str, Any] | None) -> str | None:
@@ -97,16 +101,14 @@ def _alert(alert: Mapping[str, Any] | None) -> str | None:
 _TERM = re.compile(r"([^<>=!]+)(<=|>=|!=|=|<|>)(.*)")
 
 
-def _matches(row: Mapping[str, Any], term: str) -> bool:
+def _matches(record: Mapping[str, Any], term: str) -> bool:
     """Return whether a run matches a lower-case word, or a comparison such as ``lr<1e-3``."""
     if (found := _TERM.fullmatch(term)) is None:
-        pairs = [f"{name}={_text(value)}" for name, value in row["hparams"].items()]
-        texts = [row["name"], row["status"], _alert(row["alert"]) or "", *pairs]
+        pairs = [f"{n}={_text(value)}" for n, value in record.items() if n not in _COLUMNS]
+        texts = [record["run"], record["status"], record["first_alert"] or "", *pairs]
         return term in " ".join(texts).lower()
     name, operator, wanted = found.groups()
-    hparams = {name.lower(): value for name, value in row["hparams"].items()}
-    named = {f"hparams/{name}": value for name, value in hparams.items()}
-    value = {**hparams, **named, **_record(row)}.get(name)
+    value = {key.lower(): value for key, value in record.items()}.get(name)
     if value is None or value != value:
         return operator == "!="
     number = None if isinstance(value, str | bool) else output.as_number(wanted)
@@ -124,13 +126,13 @@ def _matches(row: Mapping[str, Any], term: str) -> bool:
 def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> list[dict[str, Any]]:
     """Sort numbers before texts, the newest run first, and missing values last."""
 
-    def key(record: Mapping[str, Any]) -> tuple[bool, Any] | None:
+    def key(record: Mapping[str, Any]) -> tuple[bool, Any]:
         value = record[column]
-        if value is None or value != value:
-            return None
         return isinstance(value, str), natural_key(value) if isinstance(value, str) else value
 
-    return output.sorted_by(key, records, reverse=is_reversed != (column == "started"))
+    missing = [r for r in records if r[column] is None or r[column] != r[column]]
+    known = [record for record in records if record not in missing]
+    return sorted(known, key=key, reverse=is_reversed != (column == "started")) + missing
 
 
 def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> output.Column:

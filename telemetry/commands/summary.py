@@ -13,14 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.output import (
-    Column,
-    LogDirs,
-    number,
-    print_records,
-    print_table,
-    sorted_by,
-)
+from telemetry.commands.output import Column, LogDirs, number, print_records, print_table
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import RunData, trained_share
@@ -80,11 +73,13 @@ def _sorted(
 ) -> list[dict[str, Any]]:
     """Sort the largest first, NaN before all numbers, and layers without a value last."""
 
-    def key(layer: Mapping[str, Any]) -> tuple[bool, float] | None:
-        last = lasts.get(layer["module_name"])
-        return None if last is None else (math.isnan(last), last)
+    sign = 1 if is_reversed else -1
 
-    return sorted_by(key, layers, reverse=not is_reversed)
+    def key(layer: Mapping[str, Any]) -> tuple[float, ...]:
+        last = lasts.get(layer["module_name"])
+        return (1,) if last is None else (0, sign * math.isnan(last), sign * last)
+
+    return sorted(layers, key=key)
 
 
 def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:

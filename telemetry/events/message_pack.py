@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from threading import Lock
 from typing import Any, get_args
@@ -17,7 +17,7 @@ _DTYPES = [np.dtype(o) for o in ("<i8", "<f8", "?", "<i2", "<f4", COLUMNS)]
 
 
 def encode(value: Any) -> bytes:
-    """Return bytes for :func:`decode`; text that UTF-8 cannot encode is escaped."""
+    """Return bytes for :func:`decoder`; text that UTF-8 cannot encode is escaped."""
     try:
         return _encoder.encode(value)
     # Half of a surrogate pair in a module's name, or a batch id beyond 64 bits.
@@ -52,15 +52,6 @@ def _escaped(value: Any) -> Any:
     return [*map(_escaped, value)] if isinstance(value, list | tuple) else value
 
 
-def decode(kind: Any, data: bytes) -> Any:
-    """Return the value of this type that :func:`encode` made these bytes of; else ValueError."""
-    try:
-        return _decoder(kind).decode(data)
-    # Not only of msgspec: also of dataclasses that check their arrays.
-    except (msgspec.DecodeError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
-        raise ValueError(str(error)) from None
-
-
 def _flat_array(code: int, data: memoryview) -> Any:
     array = np.frombuffer(data, _DTYPES[code])
     # A small array must not keep a whole message in memory; a large one is not copied.
@@ -81,6 +72,24 @@ _making = Lock()
 
 
 @cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Return a function that returns the value of this type in bytes of :func:`encode`.
+
+    It raises ValueError for other bytes.
+    """
     with _making:
-        return msgspec.msgpack.Decoder(kind, dec_hook=_array, ext_hook=_flat_array)
+        made = msgspec.msgpack.Decoder(kind, dec_hook=_array, ext_hook=_flat_array)
+
+    def decode(data: bytes) -> Any:
+        try:
+            return made.decode(data)
+        # Not only of msgspec: also of dataclasses that check their arrays.
+        except (msgspec.DecodeError, ArithmeticError, LookupError, RecursionError, TypeError) as e:
+            raise ValueError(str(e)) from None
+
+    return decode
+
+
+def decode(kind: Any, data: bytes) -> Any:
+    """Return the value of this type in bytes of :func:`encode`; ValueError for other bytes."""
+    return decoder(kind)(data)

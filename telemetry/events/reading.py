@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
@@ -16,85 +16,53 @@ from telemetry.untrusted import open_file
 # Limit of TensorBoard's data server, and of our writer's queue.
 MAX_FRAME_BYTES = 256 << 20
 
+Skipped: TypeAlias = Callable[[str, object], object]
+"""Receives the name of a part of the file that is skipped, and the reason."""
 
-class CorruptFileError(ValueError):
-    """Damaged file. A torn tail does not raise this.
 
-    Attributes:
-        offset: Byte at which the damaged frame begins; everything before it was read.
+def read_frames(
+    path: str | os.PathLike[str], skipped: Skipped, offset: int = 0
+) -> Iterator[tuple[bytes, int]]:
+    """Yield the data of each intact frame from an offset on, and the offset of the frame's end.
+
+    A torn tail ends the file silently, because its writer may continue there. A damaged frame ends
+    the file, too; a frame larger than :data:`MAX_FRAME_BYTES` is skipped. An OSError means that the
+    file cannot be read, or is not a regular file.
     """
-
-    def __init__(self, path: Path, offset: int, what: str) -> None:
-        super().__init__(f"{path}: damaged at byte {offset}: {what}")
-        self.path = path
-        self.offset = offset
-
-
-class FrameReader(Iterator[Any]):
-    """Iterator over the frames of one file, in file order.
-
-    At a torn tail it stops without an error. To get later frames of a file that is still being
-    written, read on from :attr:`offset`.
-
-    Attributes:
-        offset: End of the last frame read, in bytes.
-        oversized: First byte and size of each frame that was skipped because it is larger than
-            :data:`MAX_FRAME_BYTES`.
-
-    Raises:
-        OSError: The file cannot be read, or is not a regular file (at the first ``next``).
-        CorruptFileError: A frame is damaged; those before it have been returned.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
-        self.path = Path(path)
-        self.offset = offset
-        self.oversized: list[tuple[int, int]] = []
-        self._frames = self._read()
-
-    def __next__(self) -> Any:
-        return next(self._frames)
-
-    def _read(self) -> Iterator[Any]:
-        with open_file(self.path) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(self.offset)
-            while self.offset < size:
-                header = file.read(framing.HEADER_BYTES)
-                # After a power cut, a file that had grown may end in zeros.
-                is_whole = len(header) == framing.HEADER_BYTES and any(header)
-                length = framing.data_length(header) if is_whole else 0
-                if length is None:
-                    raise self._damaged("the length does not match its checksum")
-                end = self.offset + framing.HEADER_BYTES + length + framing.FOOTER_BYTES
-                if not is_whole or end > size:
-                    return
-                if length > MAX_FRAME_BYTES:
-                    self.oversized.append((self.offset, length))
-                    self.offset = file.seek(end)
-                    continue
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(offset)
+        while offset < size:
+            header = file.read(framing.HEADER_BYTES)
+            # After a power cut, a file that had grown may end in zeros.
+            if len(header) < framing.HEADER_BYTES or not any(header):
+                return
+            length = framing.data_length(header)
+            if length is None:
+                skipped("the rest", f"damaged at byte {offset}")
+                return
+            end = offset + framing.HEADER_BYTES + length + framing.FOOTER_BYTES
+            if end > size:
+                return
+            if length > MAX_FRAME_BYTES:
+                skipped(f"the frame at byte {offset}", f"it has {length} bytes")
+                file.seek(end)
+            else:
                 data = file.read(length)
                 if not framing.is_intact(data, file.read(framing.FOOTER_BYTES)):
-                    raise self._damaged("the data does not match its checksum")
-                frame = self._decoded(data)
-                self.offset = end
-                yield frame
-
-    def _decoded(self, data: bytes) -> Any:
-        return data
-
-    def _damaged(self, what: str) -> CorruptFileError:
-        return CorruptFileError(self.path, self.offset, what)
+                    skipped("the rest", f"damaged at byte {offset}")
+                    return
+                yield data, end
+            offset = end
 
 
-class EventReader(FrameReader):
-    """Iterator over the events of one event file of any writer."""
-
-    def _decoded(self, data: bytes) -> Event:
+def read_events(path: str | os.PathLike[str], skipped: Skipped) -> Iterator[Event]:
+    """Yield the events of one event file of any writer."""
+    for data, end in read_frames(path, skipped):
         try:
-            return Event.FromString(data)
-        except DecodeError as error:
-            raise self._damaged("not an event") from error
+            yield Event.FromString(data)
+        except DecodeError:
+            skipped(f"the frame before byte {end}", "it is damaged, and not an event")
 
 
 def list_event_files(log_dir: str | os.PathLike[str]) -> list[Path]:

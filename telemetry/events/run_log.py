@@ -12,19 +12,16 @@ the same run. Decoding checks types and ranges, and creates nothing else.
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 from telemetry.alert import Alert
 from telemetry.events import message_pack
-from telemetry.layers import Statistic
-from telemetry.records import CodeLocation, Layout, Module, Parameter
+from telemetry.records import Layout
 from telemetry.records.batches import Batch
 from telemetry.untrusted import MAX_INTEGER, MAX_NAME, MAX_TEXT
 from telemetry.version import __version__
@@ -36,18 +33,12 @@ SUFFIX = ".runlog"
 MAX_FRAME_BYTES = 32 << 20
 MAX_RATES = 10_000
 _MAX_MODULES = 1 << 18
-_MAX_PARAMETERS = 1 << 20
 
 Step: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 Time: TypeAlias = Annotated[float, Meta(ge=0, le=1e11)]
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
 Rates: TypeAlias = Annotated[tuple[float, ...], Meta(max_length=MAX_RATES)]
-Shape: TypeAlias = Annotated[tuple[Step, ...], Meta(max_length=64)]
 Text: TypeAlias = Annotated[str, Meta(max_length=6 * MAX_TEXT)]  # each character may be escaped
-
-
-class NewerFormatError(ValueError):
-    """Data of a later version of telemetry, which this one cannot read."""
 
 
 class Frame(Struct, array_like=True):
@@ -56,7 +47,10 @@ class Frame(Struct, array_like=True):
 
 
 class Begin(Frame, tag=0):
-    """Begin of a file, and of what is recorded after a checkpoint was restored."""
+    """Begin of a file, and of what is recorded after a checkpoint was restored.
+
+    Later formats may add fields behind these.
+    """
 
     run: Name
     seed: int | None  # of torch's generator
@@ -68,11 +62,8 @@ class Begin(Frame, tag=0):
 class LaidOut(Frame, tag=1):
     """Modules in forward order, and parameters; they hold for all later frames of steps."""
 
-    modules: Annotated[list[tuple[Name, Name]], Meta(max_length=_MAX_MODULES)]  # names and classes
-    # Parameters: name, index of the module, shape.
-    parameters: Annotated[list[tuple[Name, Step, Shape]], Meta(max_length=_MAX_PARAMETERS)]
+    layout: Layout
     statistics: list[Name]  # rows of the tables of full steps
-    code: list[tuple[Name, CodeLocation | None, list[Step]]]  # forward, user code, modules
 
 
 class Norms(Frame, tag=2):
@@ -143,28 +134,8 @@ class End(Frame, tag=8):
     random: Random | None = None
 
 
-class Head(Struct, array_like=True):
-    """Begin of any frame."""
-
-    kind: int
-    step: Step
-    time_s: Time
-
-
-class _Version(Struct, array_like=True):
-    """Begin of any version of telemetry."""
-
-    kind: Raw
-    step: Raw
-    time_s: Raw
-    run: Raw
-    seed: Raw
-    continues: Raw
-    format: int
-
-
-KINDS: Mapping[int, type[Frame]] = dict(
-    enumerate((Begin, LaidOut, Norms, FullStep, Alerted, Logged, LossFound, Hyperparameters, End))
+AnyFrame: TypeAlias = (
+    Begin | LaidOut | Norms | FullStep | Alerted | Logged | LossFound | Hyperparameters | End
 )
 
 
@@ -174,18 +145,18 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
 
 
-def decode(kind: type[Any], data: bytes) -> Any:
-    """Return a :class:`Head` or a frame of this kind; ValueError for anything else."""
+_decode_any = message_pack.decoder(AnyFrame)  # looked up by a union, it would take twice as long
+
+
+def decode(data: bytes, kind: type[Frame] | None = None) -> Any:
+    """Return a frame, of this kind or any; ValueError for anything else."""
     if len(data) > MAX_FRAME_BYTES:
         raise ValueError(f"it has {len(data)} bytes")
-    if kind is Begin and (found := message_pack.decode(_Version, data).format) > FORMAT:
-        raise NewerFormatError(
-            f"the run log has format {found}, this version of telemetry reads {FORMAT}; "
-            "update telemetry on this machine"
-        )
-    frame = message_pack.decode(kind, data)
-    if kind is Alerted:
+    frame = _decode_any(data) if kind is None else message_pack.decode(kind, data)
+    if isinstance(frame, Alerted):
         frame.alert = _checked(frame.alert, frame.step)
+    elif isinstance(frame, LaidOut):
+        _check(frame.layout)
     return frame
 
 
@@ -197,42 +168,17 @@ def _checked(alert: Alert, step: int) -> Alert:
     return replace(alert, **texts)
 
 
-def layout_frame(
-    layout: Layout, statistics: Sequence[Statistic], step: int, time_s: float
-) -> LaidOut:
-    """Return the frame of a layout; ``statistics`` are the rows of its tables."""
-    code: dict[tuple[str, CodeLocation | None], list[int]] = {}
-    for place, module in enumerate(layout.modules):
-        if module.forward or module.user_code:
-            code.setdefault((module.forward, module.user_code), []).append(place)
-    return LaidOut(
-        step,
-        time_s,
-        modules=[(module.name, module.type_name) for module in layout.modules],
-        parameters=[(p.name, layout.position[p.module_name], p.shape) for p in layout.parameters],
-        statistics=[statistic.name for statistic in statistics],
-        code=[(*where, places) for where, places in code.items()],
-    )
-
-
-def layout_of(frame: LaidOut) -> Layout:
-    """Return the layout of a frame; ValueError if its parts do not fit together."""
-    names = [name for name, _ in frame.modules]
-    if len(set(names)) < len(names):
-        raise ValueError("modules: two of them have the same name")
-    parameters = []
-    for name, owner, shape in frame.parameters:
-        if owner >= len(names) or math.prod(shape) > MAX_INTEGER:
+def _check(layout: Layout) -> None:
+    """Raise ValueError if the parts of a layout do not fit together, or are too large."""
+    modules, parameters = layout.modules, layout.parameters
+    names = {module.name for module in modules}
+    if len(names) < len(modules) or len(names) > _MAX_MODULES:
+        raise ValueError("modules: two of them have the same name, or there are too many")
+    texts = [text for m in modules for text in (m.name, m.type_name, m.forward, m.code)]
+    if max(map(len, (*texts, *(p.name for p in parameters))), default=0) > MAX_NAME:
+        raise ValueError("a name of the layout is too long")
+    for p in parameters:
+        if p.module_name not in names or len(p.shape) > 64 or min(p.shape, default=0) < 0:
             raise ValueError("parameters: the module or the shape of one is out of range")
-        parameters.append(Parameter(name=name, module_name=names[owner], shape=shape))
-    code = {
-        place: (forward, user_code)
-        for forward, user_code, places in frame.code
-        for place in places
-        if place < len(names)
-    }
-    modules = []
-    for place, (name, kind) in enumerate(frame.modules):
-        forward, user_code = code.get(place, ("", None))
-        modules.append(Module(name=name, type_name=kind, forward=forward, user_code=user_code))
-    return Layout(modules=tuple(modules), parameters=tuple(parameters))
+        if p.size > MAX_INTEGER:
+            raise ValueError("parameters: one of them is too large")

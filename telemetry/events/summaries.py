@@ -58,22 +58,12 @@ def scalars(points: Iterable[tuple[str, float]]) -> bytes:
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Sequence[int]) -> list[bytes]:
     """Return histograms for the Histograms and Distributions dashboards, as ``[buckets, 3]``.
 
-    ``rows`` are left edge, right edge and count of each bucket, one histogram after the other, of
-    :func:`histogram_dtype`; ``ends`` are the ends of each chart's rows. Edges ascend within a
-    histogram, which may have no buckets.
+    ``rows`` are left edge, right edge and count of each bucket, one histogram after the other;
+    ``ends`` are the ends of each chart's rows. Edges ascend within a histogram, which may have no
+    buckets.
     """
     spans = zip(tags, pairwise((0, *ends)), strict=True)
     return [tensor(tag, rows[begin:end], "histograms") for tag, (begin, end) in spans]
-
-
-def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floating[Any]]:
-    """Return float32 if the largest edge and all whole counts fit, else float64.
-
-    Fractional counts come from a sample, and may be rounded.
-    """
-    changed = counts.astype(np.float32) != counts
-    fits = largest <= FLOAT32_MAX and not (changed & (counts == np.floor(counts))).any()
-    return np.float32 if fits else np.float64
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:

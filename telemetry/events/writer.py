@@ -87,13 +87,8 @@ class Writer:
 
     @property
     def lost_count(self) -> int:
-        """Number of other dropped items; after closing, also of items that are still queued.
-
-        It decreases when a slow disk accepts them later.
-        """
-        with self._lock:
-            waiting = len(self._pending) + self._taken_count if self._closed else 0
-            return self._refused_count + waiting
+        """Number of other dropped items, and of queued ones: lost if the process ends."""
+        return self._refused_count + len(self._pending) + self._taken_count
 
     def start(self, file: File) -> None:
         """Create a file on this thread, and start the other one; raise OSError or NoThreadError.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import called
 from telemetry.reading import builtin_tags
-from telemetry.reading.run_data import RunData, windows
+from telemetry.reading.run_data import RunData
 from telemetry.records.step import INPUT, is_inside
 from telemetry.tag_names import plain
 
@@ -79,34 +79,37 @@ def _of_layers(
     for run in (first, second):
         row_of = {layer.name: row for row, layer in enumerate(run.layers)}
         rows.append(np.array([row_of[name] for name in names], np.intp))
-    found: dict[str, Difference] = {}
-    steps: set[int] = set()
-    for of_runs in windows([first, second], [statistic.name for statistic in _COMPARED]):
-        for statistic, *pair in zip(_COMPARED, *of_runs, strict=True):
-            common, *columns = np.intersect1d(
-                pair[0].steps, pair[1].steps, assume_unique=True, return_indices=True
-            )
-            steps.update(common.tolist())
-            one, other = (pair[i].values[columns[i]][:, rows[i]] for i in (0, 1))
-            differ = (one != MISSING) & (other != MISSING) & ~_same(one, other, tolerance)
-            if statistic.name not in found and differ.any():
-                column = int(differ.any(axis=1).argmax())
-                layers = np.flatnonzero(differ[column])
-                row = layers[-1 if ARISES.get(statistic.name) == _BACKWARD else 0]
-                both_values = float(one[column, row]), float(other[column, row])
-                found[statistic.name] = Difference(
+    found: list[Difference] = []
+    steps = np.empty(0, np.int64)
+    for statistic in _COMPARED:
+        of_runs = [run.matrix(statistic.name) for run in (first, second)]
+        common, *columns = np.intersect1d(
+            of_runs[0].steps, of_runs[1].steps, assume_unique=True, return_indices=True
+        )
+        steps = np.union1d(steps, common)
+        one, other = (of_runs[i].values[columns[i]][:, rows[i]] for i in (0, 1))
+        differ = (one != MISSING) & (other != MISSING) & ~_same(one, other, tolerance)
+        if differ.any():
+            column = int(differ.any(axis=1).argmax())
+            layers = np.flatnonzero(differ[column])
+            row = layers[-1 if ARISES.get(statistic.name) == _BACKWARD else 0]
+            both_values = float(one[column, row]), float(other[column, row])
+            found.append(
+                Difference(
                     statistic.name, int(common[column]), names[row], *both_values, len(layers)
                 )
-    return list(found.values()), len(steps)
+            )
+    return found, len(steps)
 
 
 def _same(
     first: NDArray[np.float32], second: NDArray[np.float32], tolerance: float
 ) -> NDArray[np.bool_]:
-    one, other = first.astype(np.float64), second.astype(np.float64)
-    # The tolerance is relative to the second argument.
-    near = np.isclose(one, other, tolerance, 0.0, equal_nan=True)
-    return near | np.isclose(other, one, tolerance, 0.0, equal_nan=True)
+    same: NDArray[np.bool_] = (first == second) | (np.isnan(first) & np.isnan(second))
+    if tolerance:  # relative to either
+        one, other = first.astype(np.float64), second.astype(np.float64)
+        same |= np.isclose(one, other, tolerance, 0.0) | np.isclose(other, one, tolerance, 0.0)
+    return same
 
 
 def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:

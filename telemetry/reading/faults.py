@@ -54,15 +54,13 @@ _MAX_ONSETS = 8
 def faults_of(run: RunData) -> Iterator[dict[str, Any]]:
     """Yield the first eight faults; what follows within 50 steps belongs to the same one."""
     alerted, end, found = run.frames(Alerted), run.end(), list[Alerted | End]()
-    for frame in alerted:
-        is_new = not found or frame.step >= found[-1].step + STEPS_AFTER
-        if is_new and frame.is_fault:
-            found.append(frame)
+    faults: list[Alerted | End] = [frame for frame in alerted if frame.is_fault]
     failure = None if end is None else end.failure
     if end is not None and failure is not None:
-        interrupted = replace(end, step=end.step + 1)
-        if not found or interrupted.step >= found[-1].step + STEPS_AFTER:
-            found.append(interrupted)
+        faults.append(replace(end, step=end.step + 1))
+    for frame in faults:
+        if not found or frame.step >= found[-1].step + STEPS_AFTER:
+            found.append(frame)
     alerts = [frame.alert for frame in alerted]
     for fault in found[:MAX_FAULTS]:
         yield _record(run, fault, failure if fault is found[-1] else None, alerts)
@@ -116,12 +114,8 @@ def _profiles(
     at = steps[steps <= step][-1:]
     before = [*full[full <= step - STEPS_AFTER][-1:], *full[:1], *steps[:1]]
     after = [*full[full > step][-1:], *steps[steps > step][-1:]]
-    chosen: dict[str, Any] = {
-        "before": [one for one in before if [one] < at],
-        "at": at,
-        "after": after,
-    }
-    for when, moments in chosen.items():
+    earlier = [one for one in before if [one] < at]
+    for when, moments in (("before", earlier), ("at", at), ("after", after)):
         for moment in map(int, moments[:1]):
             only = Region(first_step=moment, last_step=moment)
             columns = {s.name: run.matrix(s.name, only).values for s in PAGE_STATISTICS}

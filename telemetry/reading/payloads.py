@@ -42,11 +42,7 @@ _Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 def overview(run: RunData) -> dict[str, Any]:
-    """Return layers, statistics, alerts and hyperparameters of a run.
-
-    It raises NewerFormatError if a later version has written it.
-    """
-    run.check_format()
+    """Return layers, statistics, alerts and hyperparameters of a run."""
     states = run.training_states()
     pictured = builtin_tags.places_of_images(run.source.tags("images"))
     return {

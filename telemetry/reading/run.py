@@ -17,7 +17,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import closest, html_table, natural_key
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.matrix import UnitExtremes
-from telemetry.reading.run_data import RunData, windows
+from telemetry.reading.run_data import RunData
 from telemetry.reading.run_log import RunDirectory, log_names
 from telemetry.tag_names import plain
 
@@ -91,11 +91,11 @@ class Run:
         """
         names = [statistic.name for statistic in PAGE_STATISTICS]
         found: list[tuple[NDArray[Any], ...]] = []
-        for [matrices] in windows([self._data], names):
-            for place, matrix in enumerate(matrices):
-                columns, rows = np.nonzero(matrix.values != MISSING)
-                numbers = matrix.values[columns, rows]
-                found.append((np.full(len(rows), place), matrix.steps[columns], rows, numbers))
+        for place, name in enumerate(names):
+            matrix = self._data.matrix(name)
+            columns, rows = np.nonzero(matrix.values != MISSING)
+            numbers = matrix.values[columns, rows]
+            found.append((np.full(len(rows), place), matrix.steps[columns], rows, numbers))
         places, steps, rows, values = map(np.concatenate, zip(*found, strict=True))
         layers = self._data.layers
         return _table(
@@ -262,17 +262,18 @@ def open_run(log_dir: Path, *, needs_log: bool = True) -> RunData:
     """Open the newest run in a directory, or the run ``directory@id``.
 
     A run that ended before its first step may have alerts alone; one without a run log has curves
-    and histograms. It raises FileNotFoundError, NoTelemetryError, or NewerFormatError (of a later
-    version only).
+    and histograms. It raises FileNotFoundError, NoTelemetryError, or another ValueError if the run
+    log cannot be read.
     """
     path, run = split_run(log_dir)
     found = RunData(RunDirectory(path), run)
-    found.check_format()
     if not found.layers and not found.alerts and found.end() is None:
         if run:
             raise FileNotFoundError(f"{path} holds no run {run}")
         if not files_of_run(path):
             raise FileNotFoundError(f"neither a run log nor event files in {path}")
+        if problem := next(iter(found.directory.problems), ""):
+            raise ValueError(problem)
         if needs_log:
             raise NoTelemetryError(path)
         found.directory.problems.add("layers and alerts", "there is no run log, telemetry.*.runlog")

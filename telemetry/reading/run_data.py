@@ -38,14 +38,13 @@ from telemetry.reading.matrix import (
     largest,
     of_modules,
 )
-from telemetry.reading.run_log import AnyFrame, Part, RunDirectory, Segment
+from telemetry.reading.run_log import KindOfFrame, Part, RunDirectory, Segment
 from telemetry.reading.sources import FileSource, Period, RunSource
 from telemetry.records import Layout, Module, Parameter
 from telemetry.records.step import INPUT, is_inside
 
-# Limit of the numbers that are read at once.
-READ_BYTES = 256 << 20
-MAX_UNITS = READ_BYTES // 8
+# Limit of the extremes of units that are read at once, 8 bytes each.
+MAX_UNITS = 32 << 20
 _STEPS_AT_ONCE = 256
 # Full steps in which a layer's training state is looked for.
 _LATEST = 10
@@ -101,19 +100,14 @@ class RunData:
         return [*self.directory.problems, *self._source.problems]
 
     @property
+    def unreadable(self) -> str:
+        """Reason why the directory's run logs hold no run that can be read; empty if one can."""
+        return "" if self._parts else next(iter(self.directory.problems), "")
+
+    @property
     def run(self) -> str:
         """Id of the run; empty without a run log."""
         return self._parts[0].begin.run if self._parts else ""
-
-    @property
-    def is_newest(self) -> bool:
-        """Whether it was opened as the newest run of its directory."""
-        return not self._run
-
-    def check_format(self) -> None:
-        """Raise NewerFormatError if a later version has written all there is."""
-        if self.directory.newer is not None and not self._parts:
-            raise self.directory.newer
 
     @property
     def version(self) -> str:
@@ -137,8 +131,8 @@ class RunData:
         """The last step with data, or the last one of the training; None without any."""
         found = [end.step for end in self.frames(End)]
         for segment in self._segments:
-            for kind, places in segment.places.items():
-                found += [places.steps[index] for index in segment.indices(kind)[-1:]]
+            for kind in (Norms, FullStep):
+                found += segment.find(kind)[-1:, 0].tolist()
         return max([self.first_step, *found]) if found else None
 
     @property
@@ -176,7 +170,7 @@ class RunData:
         found = [frame.alert for frame in self.frames(Alerted)]
         return tuple(sorted(found, key=lambda alert: alert.step))
 
-    def frames(self, kind: type[AnyFrame]) -> list[AnyFrame]:
+    def frames(self, kind: type[KindOfFrame]) -> list[KindOfFrame]:
         """Return the frames of a rare kind, without hidden ones, in the order of writing."""
         return [frame for part in self._parts for frame in part.few(kind)]
 
@@ -221,7 +215,7 @@ class RunData:
         rows = region.layers(len(self.layers))
         width = len(range(len(self.layers))[rows])
         kind = Norms if statistic in EVERY_STEP else FullStep
-        count = sum(len(segment.indices(kind, *region.steps)) for segment in self._segments)
+        count = sum(len(segment.find(kind, *region.steps)) for segment in self._segments)
         per_column, per_row = limit.factors(count, width) if limit else (1, 1)
         steps = [np.empty(0, np.int64)]
         values = [np.empty((0, -(-width // per_row)), np.float32)]
@@ -257,50 +251,46 @@ class RunData:
         """Yield segment, some steps, and the numbers of each: a row of norms, or a table."""
         at_once = multiple_of * max(1, _STEPS_AT_ONCE // multiple_of)
         for segment in segments:
-            shape: tuple[int, ...] = (len(segment.layout.parameters),)
-            if kind is FullStep:
-                shape = len(segment.statistics), len(segment.layout.modules)
-            read = segment.read(kind, segment.indices(kind, *region.steps))
-            fitting = (
-                (frame.step, numbers) for frame in read for numbers in self._of(frame, shape)
-            )
-            while some := [*islice(fitting, at_once)]:
+            found = self._numbers_of(segment, kind, region)
+            while some := [*islice(found, at_once)]:
                 steps, numbers = zip(*some, strict=True)
                 yield segment, np.array(steps, np.int64), numbers
 
-    def _of(self, frame: Norms | FullStep, shape: tuple[int, ...]) -> Iterator[NDArray[np.float32]]:
-        """Yield the numbers of a frame; add a problem if they do not fit the layout."""
-        data = frame.norms if isinstance(frame, Norms) else frame.table
-        if len(data) == 4 * math.prod(shape):
-            yield np.frombuffer(data, "<f4").reshape(shape)
-            return
-        self.directory.problems.add(
-            f"a frame of step {frame.step}",
-            f"it has {len(data)} bytes of numbers, its layout needs {4 * math.prod(shape)}",
-        )
+    def _numbers_of(
+        self, segment: Segment, kind: type[Norms | FullStep], region: Region
+    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield the numbers of each step; add a problem for those that do not fit the layout."""
+        shape: tuple[int, ...] = (len(segment.layout.parameters),)
+        if kind is FullStep:
+            shape = len(segment.statistics), len(segment.layout.modules)
+        size = 4 * math.prod(shape)
+        for frame in segment.read(kind, segment.find(kind, *region.steps)):
+            data = frame.norms if isinstance(frame, Norms) else frame.table
+            if len(data) == size:
+                yield frame.step, np.frombuffer(data, "<f4").reshape(shape)
+            else:
+                what, why = f"a frame of step {frame.step}", f"numbers, its layout needs {size}"
+                self.directory.problems.add(what, f"it has {len(data)} bytes of {why}")
 
     def norms(self, region: Region) -> list[Norms]:
         """Return the last frame of each of some steps, without the norms of the parameters."""
         found: dict[int, Norms] = {}
         for segment in self._segments:
-            for frame in segment.read(Norms, segment.indices(Norms, *region.steps)):
+            for frame in segment.read(Norms, segment.find(Norms, *region.steps)):
                 frame.norms = memoryview(b"")  # it holds all bytes of the frame
                 found[frame.step] = frame
         return [found[step] for step in sorted(found)]
 
     def steps(self, kind: type[Frame] = Norms) -> NDArray[np.int64]:
         """Return the steps with norms, or the full steps, ascending."""
-        found = [
-            np.array(segment.places[kind].steps, np.int64)[segment.indices(kind)]
-            for segment in self._segments
-        ]
+        found = [segment.find(kind)[:, 0] for segment in self._segments]
         return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
     def estimated(self) -> bool:
         """Whether some figures of the last full step are those of a sample, not of all elements."""
         for segment in reversed(self._segments):
-            for index in segment.indices(FullStep)[-1:]:
-                return any(frame.estimated for frame in segment.read(FullStep, [index]))
+            for frame in segment.read(FullStep, segment.find(FullStep)[-1:]):
+                return frame.estimated
         return False
 
     def training_states(self) -> list[str]:
@@ -342,7 +332,7 @@ class RunData:
         sampled = False
         for segment in self._segments:
             place = segment.layout.position.get(name, -1)
-            for frame in segment.read(FullStep, segment.indices(FullStep, *region.steps)):
+            for frame in segment.read(FullStep, segment.find(FullStep, *region.steps)):
                 try:
                     units = decode_units(frame.units, place) if len(frame.units) else None
                 except ValueError as error:
@@ -432,19 +422,6 @@ def trained_share(layers: Sequence[Layer], states: Sequence[str]) -> float | Non
         sizes[state] += sum(parameter.size for parameter in layer.parameters)
     del sizes[""]
     return sizes[TRAINING_STATES[0]] / sizes.total() if sizes.total() else None
-
-
-def windows(runs: Sequence[RunData], statistics: Sequence[str]) -> Iterator[list[list[Matrix]]]:
-    """Yield a matrix for each run and statistic, in windows of steps that fit into memory."""
-    steps = np.unique(
-        np.concatenate([run.steps(kind) for run in runs for kind in (Norms, FullStep)])
-    )
-    most_layers = max(len(run.layers) for run in runs)
-    at_once = max(1, READ_BYTES // (4 * max(1, most_layers) * len(statistics) * len(runs)))
-    for start in range(0, max(len(steps), 1), at_once):
-        some = steps[start : start + at_once]
-        region = Region(first_step=int(some[0]), last_step=int(some[-1])) if len(some) else WHOLE
-        yield [[run.matrix(name, region) for name in statistics] for run in runs]
 
 
 def _measured(curves: Mapping[str, Sequence[Numbers]]) -> dict[str, Numbers]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,6 @@ def _shortened(value: str | float | bool) -> str | float | bool:
     return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
-def differing(rows: Collection[Mapping[str, Any]]) -> list[str]:
-    """Return the hyperparameters that differ between rows; a missing one counts as a value."""
-    names = dict.fromkeys(name for row in rows for name in row["hparams"])
-    return [name for name in names if len({str(row["hparams"].get(name)) for row in rows}) > 1]
-
-
 def loss_summary(tag: str, data: Sequence[float]) -> dict[str, Any]:
     """Return tag, last value, and the smallest mean of successive ones; NaN without one.
 
@@ -82,18 +76,18 @@ def _worst_alert(alerts: Iterable[Alert]) -> dict[str, Any]:
     resolved; ``resolved`` says whether it has.
     """
     faults: list[dict[str, Any]] = []
+    active: dict[str, dict[str, Any]] = {}  # by kind
+    names = ("kind", "severity", "step", "module_name")
     for alert in alerts:
-        active = [
-            fault for fault in faults if fault["kind"] == alert.kind and not fault["resolved"]
-        ]
         if alert.stage == "started":
-            names = ("kind", "severity", "step", "module_name")
-            faults.append({name: getattr(alert, name) for name in names} | {"resolved": False})
-        elif active:
-            change = (
-                ("resolved", True) if alert.stage == "resolved" else ("severity", alert.severity)
-            )
-            active[-1].update([change])
+            active[alert.kind] = {name: getattr(alert, name) for name in names} | {
+                "resolved": False
+            }
+            faults.append(active[alert.kind])
+        elif alert.stage == "resolved":
+            active.pop(alert.kind, {})["resolved"] = True
+        elif alert.kind in active:
+            active[alert.kind]["severity"] = alert.severity
     rank = ("error", "warning", "note").index
     worst = min(
         faults, key=lambda fault: (rank(fault["severity"]), fault["resolved"]), default=None

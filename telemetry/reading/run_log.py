@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tensorboard.compat import tf
 
 from telemetry.events import framing
-from telemetry.events.message_pack import encode
-from telemetry.events.reading import CorruptFileError, FrameReader
+from telemetry.events.reading import read_frames
 from telemetry.events.run_log import (
-    KINDS,
+    FORMAT,
     SUFFIX,
     Alerted,
     Begin,
     End,
     Frame,
     FullStep,
-    Head,
     LaidOut,
     Logged,
-    NewerFormatError,
     Norms,
     decode,
-    layout_of,
 )
 from telemetry.reading.sources import Problems
 from telemetry.records import Layout
@@ -40,22 +35,12 @@ from telemetry.untrusted import open_file
 
 NEVER = 2**62
 
-# Limits of what is kept in memory of one file: frames of one kind, such as alerts; begins; tags.
-MAX_FEW = 10_000
-MAX_FEW_BYTES = 32 << 20
+# Limits of what is kept in memory of one file: begins; rare frames of each kind, such as alerts.
 MAX_PARTS = 10_000
-MAX_TAGS = 50_000
+MAX_KEPT_BYTES = 32 << 20
+_FRAME_BYTES = 3 << 10  # for the objects of a frame, besides those of its data
 
-AnyFrame = TypeVar("AnyFrame", bound=Frame)
-
-
-@dataclass(eq=False)
-class Places:
-    """Places of the frames of one kind in a file."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    sizes: array[int] = field(default_factory=lambda: array("q"))
+KindOfFrame = TypeVar("KindOfFrame", bound=Frame)
 
 
 @dataclass(eq=False)
@@ -70,7 +55,7 @@ class Part:
     kept: dict[type[Frame], list[Any]] = field(default_factory=lambda: defaultdict(list))
     scalars: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
 
-    def few(self, kind: type[AnyFrame]) -> list[AnyFrame]:
+    def few(self, kind: type[KindOfFrame]) -> list[KindOfFrame]:
         """Return the frames of a kind that is rare, without hidden ones."""
         return [frame for frame in self.kept[kind] if frame.step < self.end]
 
@@ -80,7 +65,7 @@ class Part:
         return {tag: (s[s < self.end], v[s < self.end]) for tag, (s, v) in found.items()}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Norms and full steps of one layout in a part of a run; they are read when needed."""
 
@@ -89,144 +74,120 @@ class Segment:
     layout: Layout
     statistics: list[str]  # rows of the tables
     first: int
-    places: Mapping[type[Frame], Places] = field(
-        default_factory=lambda: {Norms: Places(), FullStep: Places()}
+    # Step, offset and size of each frame, one after the other.
+    places: Mapping[type[Frame], array[int]] = field(
+        default_factory=lambda: {Norms: array("q"), FullStep: array("q")}
     )
 
-    def indices(self, kind: type[Frame], first: int = 0, end: int = NEVER) -> list[int]:
-        """Return the indices of its frames from a step to another one, which is not included."""
-        steps = np.array(self.places[kind].steps, np.int64)
-        first, end = max(self.first, first), min(self.part.end, end)
-        return np.flatnonzero((steps >= first) & (steps < end)).tolist()
+    def find(self, kind: type[Frame], first: int = 0, end: int = NEVER) -> NDArray[np.int64]:
+        """Return step, offset and size of its frames ``[k, 3]`` between two steps, without the end.
 
-    def read(self, kind: type[AnyFrame], indices: Sequence[int]) -> Iterator[AnyFrame]:
-        """Yield norms or full steps, without damaged ones."""
-        if not indices:
+        They are in the order of writing.
+        """
+        places = np.array(self.places[kind], np.int64).reshape(-1, 3)
+        steps = places[:, 0]
+        return places[(steps >= max(self.first, first)) & (steps < min(self.part.end, end))]
+
+    def read(self, kind: type[KindOfFrame], places: NDArray[np.int64]) -> Iterator[KindOfFrame]:
+        """Yield norms or full steps that :meth:`find` has found, without damaged ones."""
+        if not len(places):
             return
-        places = self.places[kind]
-        with self.file.opened() as file:
-            for index in indices:
-                file.seek(places.offsets[index])
-                try:
-                    yield decode(kind, file.read(places.sizes[index]))
-                except ValueError as error:
-                    self.file.skipped(f"a frame at byte {places.offsets[index]}", error)
+        try:
+            with open_file(self.file.local_path) as file:
+                for _, offset, size in places.tolist():
+                    file.seek(offset)
+                    try:
+                        yield decode(file.read(size), kind)
+                    except ValueError as error:
+                        self.file.skipped(f"a frame at byte {offset}", error)
+        except OSError as error:  # the run was deleted
+            self.file.skipped("the steps", error.strerror or error)
 
 
 class LogFile:
     """One file; each :meth:`refresh` reads what has been added.
 
-    Files of a directory share ``layouts``, by their encoded content.
+    Files of a directory share equal ``layouts``.
     """
 
-    def __init__(self, path: str, problems: Problems, layouts: dict[bytes, Layout]) -> None:
-        self.path = path
+    def __init__(self, path: str, problems: Problems, layouts: dict[Layout, Layout]) -> None:
+        self.path = self.local_path = path
         self.parts: list[Part] = []
+        self._part: Part | None = None  # to which new frames belong
         self._problems = problems
         self._layouts = layouts
-        self._kept = Counter[type[Frame]]()  # number of frames, by kind
         self._kept_bytes = Counter[type[Frame]]()
         self._offset = 0  # end of what was read
         self._seen: tuple[int, ...] = ()  # size and time of the latest change that was read
-        self._ends = False  # the rest is not read
-
-    def opened(self) -> BinaryIO:
-        return open_file(self.path)
 
     def skipped(self, what: str, why: object) -> None:
         """Add a problem of this file."""
         self._problems.add(f"{what} of {self.path}", why)
 
     def refresh(self) -> None:
-        """Read what is new; raise OSError or NewerFormatError."""
-        path = self._local()
-        status = os.stat(path)
+        """Read what is new; raise OSError."""
+        status = os.stat(self.local_path)
         seen = status.st_size, status.st_mtime_ns
-        if self._ends or seen == self._seen:
+        if seen == self._seen:
             return
-        reader = FrameReader(path, self._offset)
-        try:
-            for data in reader:
-                self._offset = reader.offset
-                self._add(data, reader.offset - framing.FOOTER_BYTES - len(data))
-                if len(self.parts) > MAX_PARTS:
-                    self._ends = True
-                    self.skipped("the rest", f"more than {MAX_PARTS} begins")
-                    return
-        except CorruptFileError as error:
-            self.skipped("the rest", f"damaged at byte {error.offset}")
-        except NewerFormatError:
-            self._ends = True
-            raise
-        for offset, size in reader.oversized:
-            self.skipped(f"the frame at byte {offset}", f"it has {size} bytes")
-        self._offset, self._seen = reader.offset, seen
-
-    def _local(self) -> str:
-        return self.path
+        for data, end in read_frames(self.local_path, self.skipped, self._offset):
+            self._offset = end
+            offset = end - framing.FOOTER_BYTES - len(data)
+            try:
+                self._add(data, offset)
+            except ValueError as error:
+                self.skipped(f"the frame at byte {offset}", error)
+        self._seen = seen
 
     def _add(self, data: bytes, offset: int) -> None:
-        try:
-            head = decode(Head, data)
-            kind = KINDS.get(head.kind)
-            if kind is Begin:
-                self.parts.append(Part(decode(Begin, data)))
-            if kind is None or not self.parts:
-                raise ValueError("it is of an unknown kind" if kind is None else "nothing began")
-            part = self.parts[-1]
-            part.last_time_s = head.time_s
-            if kind in (Norms, FullStep):
-                for segment in part.segments[-1:]:
-                    places = segment.places[kind]
-                    places.steps.append(head.step)
-                    places.offsets.append(offset)
-                    places.sizes.append(len(data))
-            elif kind is Logged:
-                self._add_scalars(part, decode(Logged, data))
-            elif kind is not Begin and self._has_room(kind, len(data)):
-                frame = decode(kind, data)
-                if kind is LaidOut:
-                    self._add_segment(part, frame)
-                else:
-                    part.kept[kind].append(frame)
-        except NewerFormatError:
-            raise
-        except ValueError as error:
-            self.skipped(f"the frame at byte {offset}", error)
+        frame = decode(data)
+        kind = type(frame)
+        if kind is Begin:
+            self._begin(frame)
+        if (part := self._part) is None:
+            self.skipped("frames", "nothing began, or nothing that can be read")
+            return
+        part.last_time_s = frame.time_s
+        if kind is Norms or kind is FullStep:
+            for segment in part.segments[-1:]:
+                segment.places[kind].extend((frame.step, offset, len(data)))
+        elif kind is Logged:
+            self._add_scalars(part, frame)
+        elif kind is not Begin and self._has_room(kind, len(data)):
+            if kind is LaidOut:
+                layout = self._layouts.setdefault(frame.layout, frame.layout)
+                part.segments.append(Segment(self, part, layout, frame.statistics, frame.step))
+            else:
+                part.kept[kind].append(frame)
 
-    def _add_segment(self, part: Part, frame: LaidOut) -> None:
-        key = encode((frame.modules, frame.parameters, frame.code))
-        if key not in self._layouts:
-            self._layouts[key] = layout_of(frame)
-        part.segments.append(
-            Segment(
-                file=self,
-                part=part,
-                layout=self._layouts[key],
-                statistics=frame.statistics,
-                first=frame.step,
+    def _begin(self, begin: Begin) -> None:
+        self._part = None
+        if begin.format > FORMAT:
+            self.skipped(
+                "the run",
+                f"its log has format {begin.format}, this version of telemetry reads {FORMAT}; "
+                "update telemetry on this machine",
             )
-        )
+        elif len(self.parts) == MAX_PARTS:
+            self.skipped("the rest", f"more than {MAX_PARTS} begins")
+        else:
+            self._part = Part(begin)
+            self.parts.append(self._part)
 
     def _has_room(self, kind: type[Frame], size: int) -> bool:
-        self._kept[kind] += 1
-        self._kept_bytes[kind] += size
-        if self._kept[kind] <= MAX_FEW and self._kept_bytes[kind] <= MAX_FEW_BYTES:
+        self._kept_bytes[kind] += size + _FRAME_BYTES
+        if self._kept_bytes[kind] <= MAX_KEPT_BYTES:
             return True
-        self.skipped(
-            f"the rest of the frames {kind.__name__}",
-            f"more than {MAX_FEW} or {MAX_FEW_BYTES >> 20} MiB",
-        )
+        limit = f"they take more than {MAX_KEPT_BYTES >> 20} MiB of memory"
+        self.skipped(f"the rest of the frames {kind.__name__}", limit)
         return False
 
     def _add_scalars(self, part: Part, frame: Logged) -> None:
         for tag, value in frame.scalars.items():
-            if tag not in part.scalars and len(part.scalars) == MAX_TAGS:
-                self.skipped("the rest of the scalars", f"more than {MAX_TAGS} tags")
-                continue
-            steps, values = part.scalars.setdefault(tag, (array("q"), array("d")))
-            steps.append(frame.step)
-            values.append(value)
+            if tag in part.scalars or self._has_room(Logged, len(tag)):
+                steps, values = part.scalars.setdefault(tag, (array("q"), array("d")))
+                steps.append(frame.step)
+                values.append(value)
 
 
 class RemoteLogFile(LogFile):
@@ -238,77 +199,60 @@ class RemoteLogFile(LogFile):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._copy = tempfile.NamedTemporaryFile(suffix=SUFFIX)  # noqa: SIM115 - as long as this
+        self.local_path = self._copy.name
         self._source: Any = None
 
     def __del__(self) -> None:
         self._copy.close()
 
-    def opened(self) -> BinaryIO:
-        return open_file(self._copy.name)
-
-    def _local(self) -> str:
+    def refresh(self) -> None:
         self._source = self._source or tf.io.gfile.GFile(self.path, "rb")
         while data := self._source.read(1 << 20):
             self._copy.write(data)
         self._copy.flush()
-        return self._copy.name
+        super().refresh()
 
 
 class RunDirectory:
     """Run logs in a directory, local or remote, as of the latest :meth:`refresh`.
 
-    Threads that share its runs hold ``lock`` while they read them.
+    One thread at a time may use it and its runs.
 
     Args:
         path: The directory; one that cannot be read has no runs.
         problems: Receives a line for each skipped part.
-        names: Names of the files to read; by default, of all run logs.
 
     Attributes:
         runs: Parts of each run by its id, the oldest run first. A run without steps and alerts
             counts only if there is no other.
-        newer: Error of a file that this version cannot read.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        problems: Problems | None = None,
-        names: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], problems: Problems | None = None) -> None:
         self.path = os.fspath(path)
-        self.lock = threading.RLock()
         self.problems = problems or Problems()
-        self.newer: NewerFormatError | None = None
         self.runs: dict[str, list[Part]] = {}
-        self._names = names
         self._files: dict[str, LogFile] = {}
-        self._layouts: dict[bytes, Layout] = {}
+        self._layouts: dict[Layout, Layout] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Read what is new."""
-        with self.lock:
+        try:
+            names = log_names(self.path)
+        except OSError:
+            names = []
+        if self._files.keys() - set(names):  # another run in the same directory
+            self._files.clear()
+        for name in names:
+            path = os.path.join(self.path, name)
+            if name not in self._files:
+                make = RemoteLogFile if "://" in self.path else LogFile
+                self._files[name] = make(path, self.problems, self._layouts)
             try:
-                names = log_names(self.path) if self._names is None else self._names
-            except OSError:
-                names = []
-            if self._files.keys() - set(names):  # another run in the same directory
-                self._files.clear()
-                self.newer = None
-            for name in names:
-                path = os.path.join(self.path, name)
-                if name not in self._files:
-                    make = RemoteLogFile if "://" in self.path else LogFile
-                    self._files[name] = make(path, self.problems, self._layouts)
-                try:
-                    self._files[name].refresh()
-                except OSError as error:
-                    self.problems.add(path, error.strerror or error)
-                except NewerFormatError as error:
-                    self.newer = error
-                    self.problems.add(path, error)
-            self.runs = self._assembled()
+                self._files[name].refresh()
+            except OSError as error:
+                self.problems.add(path, error.strerror or error)
+        self.runs = self._assembled()
 
     def _assembled(self) -> dict[str, list[Part]]:
         found: dict[str, list[Part]] = {}
@@ -329,7 +273,7 @@ def _has_data(parts: Sequence[Part]) -> bool:
     return any(
         part.kept[Alerted]
         or part.kept[End]
-        or any(places.steps for segment in part.segments for places in segment.places.values())
+        or any(places for segment in part.segments for places in segment.places.values())
         for part in parts
     )
 

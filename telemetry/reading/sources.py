@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.data_compat import migrate_value
 from tensorboard.util.tensor_util import make_ndarray
 
-from telemetry.events.reading import CorruptFileError, EventReader, list_event_files
+from telemetry.events.reading import list_event_files, read_events
 from telemetry.plain_text import printable
 
 # Lines about one run.
@@ -90,6 +90,9 @@ class RunSource(Protocol):
         """Return a PNG file; None if the step has none."""
 
 
+_Values: TypeAlias = dict[str, dict[str, dict[int, Any]]]
+"""Values by plugin, tag and step; the last of each step counts."""
+
 # Largest size of each plugin's values in memory.
 MAX_KEPT_BYTES = dict.fromkeys(("scalars", "histograms", "images"), 512 << 20)
 
@@ -118,49 +121,38 @@ class FileSource:
         self._room = dict(MAX_KEPT_BYTES)
 
     def tags(self, plugin_name: str) -> Collection[str]:
-        return self._values[plugin_name].keys()
+        return [tag for tag, series in self._values[plugin_name].items() if series]
 
     def read(
         self, plugin_name: str, tags: Sequence[str]
     ) -> Mapping[str, Sequence[tuple[int, Any]]]:
         known = self._values[plugin_name]
-        return {tag: known[tag] for tag in tags if tag in known}
+        return {tag: sorted(known[tag].items()) for tag in tags if known.get(tag)}
 
     def picture(self, tag: str, step: int) -> bytes | None:
-        return dict(self._values["images"].get(tag, ())).get(step)
+        return self._values["images"].get(tag, {}).get(step)
 
     @cached_property
-    def _values(self) -> Mapping[str, Mapping[str, list[tuple[int, Any]]]]:
-        """Steps and values by plugin and tag; the last value of each step counts."""
-        found: dict[str, dict[str, list[tuple[int, Any]]]] = {
-            name: {} for name in self._plugin_names
-        }
+    def _values(self) -> _Values:
+        found: _Values = {name: {} for name in self._plugin_names}
         for path in list_event_files(self._log_dir):
-            self._read_file(path, found)
-        return {
-            plugin_name: {t: sorted(dict(series).items()) for t, series in tags.items() if series}
-            for plugin_name, tags in found.items()
-        }
 
-    def _read_file(self, path: Path, found: Mapping[str, dict[str, list[tuple[int, Any]]]]) -> None:
-        events = EventReader(path)
-        try:
-            for event in events:
-                if event.session_log.status == SessionLog.START:
-                    for tags in found.values():
-                        for tag, series in tags.items():
-                            tags[tag] = [item for item in series if item[0] < event.step]
-                if self.period.holds(event.wall_time):
+            def skipped(what: str, why: object, path: Path = path) -> None:
+                self.problems.add(f"{what} of {path}", why)
+
+            try:
+                for event in read_events(path, skipped):
                     self._take(event, found)
-        except CorruptFileError as error:
-            self.problems.add(f"the rest of {path}", f"damaged at byte {error.offset}")
-        except OSError as error:
-            self.problems.add(str(path), error.strerror or error)
-        for offset, size in events.oversized:
-            self.problems.add(f"the event at byte {offset} of {path}", f"it has {size} bytes")
+            except OSError as error:
+                self.problems.add(str(path), error.strerror or error)
+        return found
 
-    def _take(self, event: Event, found: Mapping[str, dict[str, list[tuple[int, Any]]]]) -> None:
-        for value in event.summary.value:
+    def _take(self, event: Event, found: _Values) -> None:
+        if event.session_log.status == SessionLog.START:
+            for tags in found.values():
+                for tag, series in tags.items():
+                    tags[tag] = {step: of for step, of in series.items() if step < event.step}
+        for value in event.summary.value if self.period.holds(event.wall_time) else ():
             try:
                 plugin_name, content = _content(value)
             except ValueError as error:
@@ -168,15 +160,13 @@ class FileSource:
                 continue
             if content is None or plugin_name not in found:
                 continue
-            nbytes = _OVERHEAD_BYTES + len(value.tag)
-            if not isinstance(content, float):
-                nbytes += content.nbytes if isinstance(content, np.ndarray) else len(content)
-            if nbytes > self._room[plugin_name]:
+            nbytes = max(value.ByteSize(), getattr(content, "nbytes", 0)) + _OVERHEAD_BYTES
+            self._room[plugin_name] -= nbytes
+            if self._room[plugin_name] < 0:
                 limit = MAX_KEPT_BYTES[plugin_name] >> 20
                 self.problems.add(f"the rest of {plugin_name}", f"there are more than {limit} MiB")
-                continue
-            self._room[plugin_name] -= nbytes
-            found[plugin_name].setdefault(value.tag, []).append((event.step, content))
+            else:
+                found[plugin_name].setdefault(value.tag, {})[event.step] = content
 
 
 def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | None]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from telemetry.failures import Failures
 from telemetry.plain_text import type_of
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_log import RunDirectory, log_names
+from telemetry.reading.run_log import RunDirectory
 from telemetry.records import StepRecord
 
 STATE_FORMAT = 1
@@ -50,32 +49,26 @@ class LaterSteps:
     def __init__(self, log_dir: str, failures: Failures, *, expected: bool) -> None:
         self._log_dir = log_dir
         self._failures = failures
-        self._earlier: list[str] = []  # its run logs
+        self._last: int | None = None
         if "://" not in log_dir and not expected:
             with failures.contained("to find earlier steps"):
-                # Before this run begins: without its own file.
-                if os.path.isdir(log_dir):
-                    self._earlier = log_names(log_dir)
+                self._last = RunData(RunDirectory(log_dir)).last_step
 
     def expect_them(self) -> None:
         """Disable the warning: the run was resumed."""
-        self._earlier = []
+        self._last = None
 
     def on_step(self, record: StepRecord) -> None:
         """Compare the first step of the run with the recorded ones."""
-        earlier, self._earlier = self._earlier, []
-        if not earlier:
-            return
-        with self._failures.contained("to find earlier steps"):
-            last = RunData(RunDirectory(self._log_dir, names=earlier)).last_step
-            if last is not None and last > record.step:
-                self._failures.log_once(
-                    f"{self._log_dir} already holds a run up to step {last}, and this is another "
-                    f"one from {record.step} on, whose curves TensorBoard mixes with it. To resume "
-                    f"that run: HookLogger(first_step={last + 1}) or resume=True, or "
-                    "load_state_dict() with the state of a checkpoint. "
-                    "A new run should have another directory"
-                )
+        last, self._last = self._last, None
+        if last is not None and last > record.step:
+            self._failures.log_once(
+                f"{self._log_dir} already holds a run up to step {last}, and this is another "
+                f"one from {record.step} on, whose curves TensorBoard mixes with it. To resume "
+                f"that run: HookLogger(first_step={last + 1}) or resume=True, or "
+                "load_state_dict() with the state of a checkpoint. "
+                "A new run should have another directory"
+            )
 
 
 def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
@@ -16,7 +17,6 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 from werkzeug.exceptions import BadRequest, Forbidden, HTTPException, NotFound
 
-from telemetry.events.run_log import NewerFormatError
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.matrix import WHOLE, Limit, Region
@@ -44,6 +44,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         files = read_static_files()
         self._static = {**files, "index.js": bundle(files, "index.js").encode()}
         self._runs = Runs(context.data_provider, context.flags)
+        self._lock = threading.Lock()  # of one request at a time: they share the runs
 
     def is_active(self) -> bool:
         return self._runs.exist()
@@ -72,7 +73,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "/image": self._of_run(_image),
             "/report": self._serve_report,
         }
-        return {path: answer(respond) for path, respond in routes.items()}
+        return {path: answer(respond, self._lock) for path, respond in routes.items()}
 
     def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         name = request.path.rpartition("/static/")[2]
@@ -88,11 +89,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         if len(names) > MAX_RUNS:
             raise BadRequest(f"a report is of at most {MAX_RUNS} runs")
         runs = {name: self._run(name) for name in names}
-        with ExitStack() as locks:
-            # In one order, so that two reports never wait for each other.
-            for directory in sorted({run.directory for run in runs.values()}, key=id):
-                locks.enter_context(directory.lock)
-            page = report_html(runs, _rows(runs)).encode(errors="backslashreplace")
+        page = report_html(runs, _rows(runs)).encode(errors="backslashreplace")
         more = f"_and_{len(names) - 1}_more" if len(names) > 1 else ""
         file = re.sub(r"[^\w.-]+", "_", names[0], flags=re.ASCII) + more
         attached = [("Content-Disposition", f'attachment; filename="{file}.html"')]
@@ -104,9 +101,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """Return a function that answers requests for data of the run in their query."""
 
         def respond_to(request: wrappers.Request) -> Any:
-            run = self._run(text(request, "run"))
-            with run.directory.lock:
-                return respond(run, request)
+            return respond(self._run(text(request, "run")), request)
 
         return respond_to
 
@@ -114,15 +109,14 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         run = self._runs.one(name)
         if run is None:  # or it was deleted since
             raise NotFound(f"run not found, or without a run log: {name}")
+        if run.unreadable:
+            raise NotFound(run.unreadable)
         return run
 
 
 def _rows(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
-    now_s, rows = time.time(), []
-    for name, run in runs.items():
-        with run.directory.lock:
-            rows.append(row_of(run, name, now_s))
-    return rows
+    now_s = time.time()
+    return [row_of(run, name, now_s) for name, run in runs.items()]
 
 
 def _layer(run: RunData, request: wrappers.Request) -> Layer:
@@ -159,7 +153,9 @@ def _image(run: RunData, request: wrappers.Request) -> wrappers.Response:
     return send(request, png, "image/png", expires=3600)
 
 
-def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
+def answer(
+    respond: Callable[[wrappers.Request], Any], lock: AbstractContextManager[Any]
+) -> Callable[..., Any]:
     """Return a WSGI application that sends bytes, JSON or a response, and errors in one line."""
 
     @wrappers.Request.application
@@ -167,11 +163,10 @@ def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
         if request.method not in ("GET", "HEAD"):
             return _refuse(request, 405, "use GET", [("Allow", "GET, HEAD")])
         try:
-            content = respond(request)
+            with lock:
+                content = respond(request)
         except HTTPException as error:
             return _refuse(request, error.code, error.description)
-        except NewerFormatError as error:
-            return _refuse(request, 501, str(error))
         except Exception:
             log.exception("telemetry: %s failed", request.path)
             return _refuse(request, 500, "the server failed; see TensorBoard's log")

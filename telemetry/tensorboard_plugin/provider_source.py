@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -67,46 +66,43 @@ def _folders(top: str) -> Iterator[tuple[str, str]]:
 
 
 class Runs:
-    """All runs below TensorBoard's log directory, read from their run logs.
+    """All runs below TensorBoard's log directory, read by one thread at a time.
 
     A run is named as in TensorBoard; an earlier one in the same directory ``name@id``.
     """
 
     def __init__(self, provider: DataProvider, flags: Any) -> None:
         self._provider, self._flags = provider, flags
-        self._lock = threading.Lock()
         self._folders: dict[str, str] = {}  # directories by name
         self._directories: dict[str, RunDirectory] = {}  # by path
         self._runs: dict[tuple[str, str], RunData] = {}  # by path of the directory, and id
 
     def exist(self) -> bool:
-        """Whether there is a run."""
+        """Whether there is a run; any thread may ask."""
         tops = (top for _, top in _log_dirs(self._flags))
         return bool(self._folders) or any(True for top in tops for _ in _folders(top))
 
     def all(self) -> dict[str, RunData]:
         """Return all runs by name, the newest first; those of one start by name."""
+        self._folders = find_directories(self._flags)
         found: dict[str, RunData] = {}
-        with self._lock:
-            self._folders = find_directories(self._flags)
-            for name in self._folders:
-                found |= self._of(name)
-            kept = set(self._folders.values())
-            self._directories = {p: d for p, d in self._directories.items() if p in kept}
-            self._runs = {key: run for key, run in self._runs.items() if key[0] in kept}
+        for name in self._folders:
+            found |= self._of(name)
+        kept = set(self._folders.values())
+        self._directories = {p: d for p, d in self._directories.items() if p in kept}
+        self._runs = {key: run for key, run in self._runs.items() if key[0] in kept}
         order = sorted(found, key=lambda n: (-(found[n].started_s or 0.0), natural_key(n)))
         return {name: found[name] for name in order}
 
     def one(self, name: str) -> RunData | None:
         """Return a run; None if it does not exist, or does not exist any more."""
         bases = [name, name.rpartition("@")[0]]
-        with self._lock:
-            if not any(base in self._folders for base in bases):
-                self._folders = find_directories(self._flags)
-            found: dict[str, RunData] = {}
-            for base in bases:
-                if base in self._folders:
-                    found |= self._of(base)
+        if not any(base in self._folders for base in bases):
+            self._folders = find_directories(self._flags)
+        found: dict[str, RunData] = {}
+        for base in bases:
+            if base in self._folders:
+                found |= self._of(base)
         return found.get(name)
 
     def _of(self, name: str) -> dict[str, RunData]:
@@ -117,13 +113,13 @@ class Runs:
             directory = self._directories[folder] = RunDirectory(folder, Problems(report))
         else:
             directory.refresh()
-        with directory.lock:
-            ids = [*directory.runs] or [""] * (directory.newer is not None)
-            for run in ids:
-                if (folder, run) not in self._runs:
-                    source = ProviderSource(self._provider, name)
-                    self._runs[folder, run] = RunData(directory, run, source)
-                self._runs[folder, run].update()
+        # A directory without a readable run is listed, too: its data is the reason.
+        ids = [*directory.runs] or [""] * any(True for _ in directory.problems)
+        for run in ids:
+            if (folder, run) not in self._runs:
+                source = ProviderSource(self._provider, name)
+                self._runs[folder, run] = RunData(directory, run, source)
+            self._runs[folder, run].update()
         return {name if run == ids[-1] else f"{name}@{run}": self._runs[folder, run] for run in ids}
 
 

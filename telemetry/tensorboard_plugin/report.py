@@ -6,11 +6,11 @@ import base64
 import gzip
 import html
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -22,7 +22,6 @@ from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.comparison import Comparison, compare
 from telemetry.reading.matrix import WHOLE, Limit
 from telemetry.reading.run_data import Layer, RunData
-from telemetry.reading.run_entry import differing
 
 # By the ending of a file's name.
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -73,10 +72,6 @@ def _variable(name: str) -> str:
     return "$" + name.removesuffix(".js")
 
 
-# Names of metrics of other data than those of training.
-_VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)", re.I)
-_MAX_METRICS = 4
-
 MAX_RUNS = 20
 LIMIT = Limit(max_layers=1000, max_cells=250_000)
 
@@ -123,12 +118,13 @@ def report_html(
         title=html.escape(title),
         facts=_facts(next(iter(runs.values()))) if len(runs) == 1 else f"{len(runs)} runs",
         style=files["style.css"].decode(),
-        comparison=_comparison(runs, rows) if len(runs) > 1 else "",
+        comparison='<section class="comparison" aria-label="Comparison"></section>'
+        * (len(runs) > 1),
         faults=faults,
         script=_base64(f"{bundle(files, 'index.js')}\nrenderReport();".encode()),
         data=_script_json(
             {
-                "table": json_util.Cleanse(rows),
+                "table": json_util.Cleanse(_compared(runs, rows)),
                 "runs": {row["name"]: _data(runs[row["name"]], len(runs)) for row in rows},
             }
         ),
@@ -136,98 +132,22 @@ def report_html(
 
 
 def _facts(run: RunData) -> str:
-    alerts = len(run.alerts)
-    facts = [
-        _date(run),
-        run.extent,
-        f"{alerts or 'no'} alert{'' if alerts == 1 else 's'}",
-    ]
-    return ", ".join(filter(None, facts))
+    started, alerts = run.started_s, len(run.alerts)
+    facts = [run.extent, f"{alerts or 'no'} alert{'' if alerts == 1 else 's'}"]
+    if started is not None:
+        facts.insert(0, f"{datetime.fromtimestamp(started, timezone.utc):%Y-%m-%d %H:%M} UTC")
+    return ", ".join(facts)
 
 
-def _date(run: RunData) -> str:
-    if run.started_s is None:
-        return ""
-    return f"{datetime.fromtimestamp(run.started_s, timezone.utc):%Y-%m-%d %H:%M} UTC"
-
-
-def _comparison(runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a verdict, a table with a row per run, and a place for the curves of the losses."""
-    first, names, metrics = next(iter(runs)), differing(rows), _metrics(rows)
-    lines: list[dict[str, str]] = []
-    for row in rows:
-        run, loss, hparams = runs[row["name"]], row["loss"] or {}, row["hparams"]
-        is_first = row["name"] == first
-        lines.append(
-            {
-                "Run": row["name"],
-                "Started": _date(run),
-                "Hyperparameters": _pairs({key: hparams[key] for key in names if key in hparams}),
-                "Steps": f"{run.first_step} to {row['lastStep']}" if run.layers else "none",
-                "Last loss": _number(loss.get("last")),
-                "Best loss": _number(loss.get("best")),
-                **{name: _number(row["metrics"].get(name)) for name in metrics},
-                f"First difference from {first}": (
-                    "" if is_first else _first_difference(compare(runs[first], run))
-                ),
-                "Alerts": "\n".join(
-                    f"{alert.severity} at step {alert.step}{alert.where}: {alert.summary}"
-                    for alert in run.alerts
-                )
-                or "none",
-            }
-        )
-    common = {name: value for name, value in rows[0]["hparams"].items() if name not in names}
-    return (
-        '<section class="comparison" aria-label="Comparison">'
-        f'<p class="verdict">{html.escape(_verdict(runs, rows))}</p><div id="losses"></div>'
-        f"<table><thead>{_row('th', lines[0])}</thead>"
-        f"<tbody>{''.join(_row('td', line.values()) for line in lines)}</tbody></table>"
-        + (f"<p>Hyperparameters of all: {html.escape(_pairs(common))}</p>" if common else "")
-        + "</section>"
-    )
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of some metrics: those measured on other data than for training first."""
-    names = dict.fromkeys(name for row in rows for name in row["metrics"])
-    return sorted(names, key=lambda name: not _VALIDATION.search(name))[:_MAX_METRICS]
-
-
-def _verdict(runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return in sentences which run has the lowest loss, and which runs have errors."""
-    losses = sorted(
-        (row["loss"]["best"], row["name"])
-        for row in rows
-        if row["loss"] and math.isfinite(row["loss"]["best"])
-    )
-    sentences = []
-    if len(losses) > 1:
-        (least, best), (next_least, second) = losses[:2]
-        sentences.append(
-            f"Lowest loss: {least:.4g}, of {best}; next is {next_least:.4g}, of {second}."
-            if least < next_least
-            else f"The lowest loss of {best} and {second} is the same, {least:.4g}."
-        )
-    for name, run in runs.items():
-        errors = [alert for alert in run.alerts if alert.severity == "error"]
-        if errors:
-            sentences.append(f"{name}: {min(errors, key=lambda alert: alert.step).title}.")
-    if not any(run.alerts for run in runs.values()):
-        sentences.append("No run has alerts.")
-    return " ".join(sentences)
-
-
-def _pairs(hparams: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in hparams.items())
-
-
-def _row(tag: str, texts: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>"
+def _compared(
+    runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the rows, with the first difference of each later run from the first one."""
+    if len(rows) == 1:
+        return rows
+    first, *others = [runs[row["name"]] for row in rows]
+    found = ["the first run", *(_first_difference(compare(first, other)) for other in others)]
+    return [{**row, "difference": text} for row, text in zip(rows, found, strict=True)]
 
 
 def _first_difference(found: Comparison) -> str:
@@ -240,32 +160,22 @@ def _first_difference(found: Comparison) -> str:
 
 
 def _data(run: RunData, run_count: int) -> dict[str, Any]:
-    matrices = {}
-    for statistic in PAGE_STATISTICS:
-        matrix = run.matrix(statistic.name, WHOLE, LIMIT)
-        matrices[statistic.name] = _packed(payloads.matrix(matrix))
-    layers = _layers_in_detail(run)
-    images = {layer.name: _images(run, layer) for layer in layers}
-    tags = run.source.tags("histograms")
+    layers, tags = _layers_in_detail(run), run.source.tags("histograms")
+    matrices = {s.name: run.matrix(s.name, WHOLE, LIMIT) for s in PAGE_STATISTICS}
+    images = {layer.name: found for layer in layers if (found := _images(run, layer))}
     steps = sorted({alert.step for alert in run.alerts})[:MAX_ALERTS]
     return {
         "overview": payloads.overview(run),
         "onsets": {step: payloads.onsets(run, step) for step in steps},
-        "matrices": matrices,
+        "matrices": {name: _packed(payloads.matrix(matrix)) for name, matrix in matrices.items()},
         "scalars": _packed(payloads.scalars(run)),
         "histograms": {
             layer.name: _packed(payloads.histograms(run.source, layer))
             for layer in layers
             if histogram_tags(layer, tags)
         },
-        "images": {layer: found for layer, found in images.items() if found},
-        "pictures": dict(
-            _pictures(
-                run,
-                [item for found in images.values() for item in found],
-                MAX_PICTURES_BYTES // run_count,
-            )
-        ),
+        "images": images,
+        "pictures": dict(_pictures(run, chain(*images.values()), MAX_PICTURES_BYTES // run_count)),
     }
 
 

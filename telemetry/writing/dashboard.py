@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class Dashboard:
     def __init__(self) -> None:
         self._pictures = tags.Pictures()
         self.rates = LearningRates()
-        self._times, self._usage = StepTimes(), Usage()
+        self._costs = StepCosts()
         self._alert_count = 0
         self._layout: Layout | None = None
 
@@ -43,13 +44,13 @@ class Dashboard:
             yield list(self._changes(record))
             self._layout = record.layout
         yield from tags.values_of(record, self._pictures)
-        yield [
-            *(rank_values(record.ranks) if record.ranks is not None else ()),
-            *self.rates.values_of(record),
-            *self._times.values_of(record),
-            *self._usage.values_of(record),
-            *depth_values(record),
-        ]
+        points = chain(
+            rank_points(record.ranks) if record.ranks is not None else (),
+            self.rates.points_of(record),
+            self._costs.points_of(record),
+            depth_points(record),
+        )
+        yield [summaries.scalars((f"{RUN}{tag}", value) for tag, value in points)]
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """Return the values to write in an event with the alert's step."""
@@ -90,7 +91,7 @@ class Dashboard:
 
 
 class LearningRates:
-    """Selects the points of the curves. A full step has one point of each curve.
+    """Selects the points of the curves: those of full steps, and of steps where a rate changes.
 
     TensorBoard joins points by straight lines. When a rate changes, the step before gets a point
     with the old rate, so that the jump is drawn as a jump.
@@ -99,101 +100,73 @@ class LearningRates:
     def __init__(self) -> None:
         self._step, self._wall_time = -1, 0.0
         self._rates: tuple[float, ...] = ()
-        self._drawn: dict[int, int] = {}  # step of each curve's last point
+        self._is_drawn = True  # the latest step
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
-        """Return step, time and values of an event to write before that of :meth:`values_of`."""
-        if record.step <= self._step:
-            self._rates = ()  # back to a checkpoint
-        late = [
-            _value(group, self._rates[group])
-            for group in self._changed(record)
-            if group < len(self._rates) and self._drawn[group] < self._step
-        ]
-        return self._step, self._wall_time, late
+        """Return step, time and values of an event to write before that of the record."""
+        is_late = self._changes(record) and not self._is_drawn and record.step > self._step
+        points = [(f"{RUN}{tag}", rate) for tag, rate in _rates(self._rates)] if is_late else []
+        return self._step, self._wall_time, [summaries.scalars(points)] if points else []
 
-    def values_of(self, record: StepRecord) -> Iterator[bytes]:
+    def points_of(self, record: StepRecord) -> Iterable[tuple[str, float]]:
         if not record.learning_rates:
-            return
-        changed = range(len(record.learning_rates)) if record.full else self._changed(record)
+            return ()
+        self._is_drawn = record.full or self._changes(record)
         self._step, self._wall_time = record.step, record.wall_time
         self._rates = record.learning_rates
-        for group in changed:
-            self._drawn[group] = record.step
-            yield _value(group, record.learning_rates[group])
+        return _rates(self._rates) if self._is_drawn else ()
 
-    def _changed(self, record: StepRecord) -> Sequence[int]:
-        before, now = self._rates, record.learning_rates
-        if now == before:
-            return ()
-        return [g for g, rate in enumerate(now) if g >= len(before) or _differs(rate, before[g])]
+    def _changes(self, record: StepRecord) -> bool:
+        return bool(record.learning_rates) and record.learning_rates != self._rates
 
 
-def _differs(rate: float, other: float) -> bool:
-    return rate != other and not (rate != rate and other != other)  # NaN equals NaN here
+def _rates(rates: Sequence[float]) -> list[tuple[str, float]]:
+    return [(f"learning_rate/{group}", rate) for group, rate in enumerate(rates)]
 
 
-def _value(group: int, rate: float) -> bytes:
-    return summaries.scalar(f"{RUN}learning_rate/{group}", rate)
+class StepCosts:
+    """Means since the last full step of a step's time and of its parts; memory.
 
-
-class StepTimes:
-    """Mean time from step to step since the last full step; a full step has a point.
-
-    Time between two steps counts, such as waiting for data. Intervals with a phase do not.
+    A full step has a point of each. Time between two steps counts, such as waiting for data, but
+    no interval with a phase. Parts of full steps, which measuring prolongs, count only where no
+    other step was measured.
     """
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None  # step and wall time
-        self._steps, self._taken_s = 0, 0.0
-
-    def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """Yield ``~run/time/step_s`` of a full step, and ``examples_per_s`` of a known batch."""
-        if record.phase:
-            self._last = None
-            return
-        if self._last is not None:
-            self._steps += record.step - self._last[0]
-            self._taken_s += record.wall_time - self._last[1]
-            if record.step < self._last[0]:  # back to a checkpoint
-                self._steps, self._taken_s = 0, 0.0
-        self._last = record.step, record.wall_time
-        if not record.full:
-            return
-        if self._steps > 0 and self._taken_s > 0:  # a clock may be set back
-            step_s = self._taken_s / self._steps
-            yield summaries.scalar(f"{RUN}time/step_s", step_s)
-            if record.examples:
-                yield summaries.scalar(f"{RUN}time/examples_per_s", record.examples / step_s)
-        self._steps, self._taken_s = 0, 0.0
-
-
-class Usage:
-    """Means of the parts of a step since the last full step, and memory; a full step has a point.
-
-    Parts of full steps, which measuring prolongs, count only where no other step was measured.
-    """
-
-    def __init__(self) -> None:
+        self._sums = defaultdict[str, float](float)
         self._memory: dict[str, float] = {}
-        self._sums = defaultdict[str, float](float)  # over measured steps, by tag; their number
 
-    def values_of(self, record: StepRecord) -> list[bytes]:
+    def points_of(self, record: StepRecord) -> Iterator[tuple[str, float]]:
+        """Yield the points of a full step; ``examples_per_s`` needs a known batch."""
+        last, self._last = self._last, None if record.phase else (record.step, record.wall_time)
         if record.phase:
-            return []
+            return
+        sums = self._sums
+        if last is not None and record.step < last[0]:  # back to a checkpoint
+            sums.clear()
+        elif last is not None:
+            sums["steps"] += record.step - last[0]
+            sums["s"] += record.wall_time - last[1]
+        if record.bare_step_s and not (record.full and sums["measured"]):
+            for tag in TIMES:
+                sums[tag] += record.usage[tag]
+            sums["tokens"] += record.tokens
+            sums["measured"] += 1
         self._memory |= {tag: v for tag, v in record.usage.items() if tag not in TIMES}
-        if record.bare_step_s and not (record.full and self._sums):
-            parts = {tag: record.usage[tag] for tag in TIMES}
-            for tag, value in {**parts, "tokens": record.tokens, "steps": 1}.items():
-                self._sums[tag] += value
         if not record.full:
-            return []
-        sums, self._sums = self._sums, defaultdict(float)
-        points = {tag: sums[tag] / sums["steps"] for tag in TIMES if sums}
+            return
+        if sums["steps"] and sums["s"] > 0:  # a clock may be set back
+            step_s = sums["s"] / sums["steps"]
+            yield "time/step_s", step_s
+            if record.examples:
+                yield "time/examples_per_s", record.examples / step_s
+        if sums["measured"]:
+            yield from ((tag, sums[tag] / sums["measured"]) for tag in TIMES)
         if sums["tokens"]:
-            points[TOKENS_PER_S] = sums["tokens"] / sum(sums[tag] for tag in TIMES)
-        points |= self._memory
-        return [summaries.scalars((f"{RUN}{tag}", value) for tag, value in points.items())]
+            yield TOKENS_PER_S, sums["tokens"] / sum(sums[tag] for tag in TIMES)
+        yield from self._memory.items()
+        sums.clear()
 
 
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
@@ -207,16 +180,15 @@ DEPTH_CURVES: Mapping[str, Statistic] = {
 }
 
 
-def depth_values(record: StepRecord) -> list[bytes]:
-    """Return ``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
+def depth_points(record: StepRecord) -> Iterator[tuple[str, float]]:
+    """Yield ``depth/<name>/p05``, ``median`` and ``p95`` of a full step.
 
     Quantiles are over the finite values of all layers; for a logarithm, over the positive ones.
     """
     if not record.full or record.phase or record.skipped:
-        return []
+        return
     layers, shares = table(record), list(QUANTILES.values())
     first = record.layout.input_count
-    points: list[tuple[str, float]] = []
     for name, statistic in DEPTH_CURVES.items():
         known = layers.column(statistic.name)[first:]  # NaN if it was not measured
         values = known[np.isfinite(known) & ((known > 0) | (not statistic.log))]
@@ -225,25 +197,22 @@ def depth_values(record: StepRecord) -> list[bytes]:
             scaled = np.log10(values) if statistic.log else values
             # numpy.quantile returns the same and takes ten times as long for a few values.
             quantiles = np.interp(np.multiply(shares, count - 1), np.arange(count), scaled)
-            tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
-            points += zip(tags, quantiles.tolist(), strict=True)
-    return [summaries.scalars(points)]
+            tags = [f"depth/{name}/{quantile}" for quantile in QUANTILES]
+            yield from zip(tags, quantiles.tolist(), strict=True)
 
 
-def rank_values(facts: RankFacts) -> list[bytes]:
-    """Return ``rank_time/slowest``, in seconds per step, and ``rank_spread/<tag>/...``.
+def rank_points(facts: RankFacts) -> Iterator[tuple[str, float]]:
+    """Yield ``rank_time/slowest``, in seconds per step, and ``rank_spread/<tag>/...``.
 
     A tag that is equal on all ranks, or that one rank alone has logged, has no points.
     """
-    points: list[tuple[str, float]] = []
     if facts.step_s is not None:
-        points.append((f"{RUN}rank_time/slowest", facts.step_s.high))
-        points.append((f"{RUN}rank_time/slowest_rank", facts.step_s.high_rank))
+        yield "rank_time/slowest", facts.step_s.high
+        yield "rank_time/slowest_rank", facts.step_s.high_rank
     for tag, spread in {**facts.scalars, **facts.usage}.items():
         if spread.low_rank != spread.high_rank:
-            prefix = f"{RUN}rank_spread/{plain(tag)}"
-            points.append((f"{prefix}/min", spread.low))
-            points.append((f"{prefix}/min_rank", spread.low_rank))
-            points.append((f"{prefix}/max", spread.high))
-            points.append((f"{prefix}/max_rank", spread.high_rank))
-    return [summaries.scalars(points)]
+            prefix = f"rank_spread/{plain(tag)}"
+            yield f"{prefix}/min", spread.low
+            yield f"{prefix}/min_rank", spread.low_rank
+            yield f"{prefix}/max", spread.high
+            yield f"{prefix}/max_rank", spread.high_rank

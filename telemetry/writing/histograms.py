@@ -6,9 +6,8 @@ A linear axis cannot show the magnitudes of gradients, so these have a second hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ BUCKETS = 40
 
 Tagged = tuple[Sequence[str], Rows]
 """Tags, and the row of each one's tensor."""
-Charts = tuple[NDArray[Any], Sequence[int]]
+Charts = tuple[NDArray[np.float32], Sequence[int]]
 """Buckets of histograms, and the end of each: arguments of :func:`summaries.histograms`."""
 
 _AT_ONCE = 128
@@ -30,31 +29,20 @@ _AT_ONCE = 128
 
 def histogram_values(tags: Sequence[str], rows: Rows) -> Iterator[Sequence[bytes]]:
     """Yield histograms of all tensors, some at a time."""
-    return _values(tags, rows, histograms)
+    for first in range(0, len(tags), _AT_ONCE):
+        some = tags[first : first + _AT_ONCE]
+        part = rows.take(np.arange(first, first + len(some)))
+        yield summaries.histograms(some, *histograms(part))
 
 
 def log10_histogram_values(tags: Sequence[str], rows: Rows) -> Iterator[Sequence[bytes]]:
     """Yield histograms of log10 |x| of the tensors that have values other than zero."""
     which = np.arange(len(rows)).repeat(rows.bucket_count)
     filled = np.flatnonzero(np.bincount(which, rows.buckets != 0, len(rows)))
-    some = [tags[row] for row in filled.tolist()]
-    return _values(some, rows.take(filled), log10_histograms)
-
-
-def _values(
-    tags: Sequence[str],
-    rows: Rows,
-    charts_of: Callable[[Rows], Charts],
-    at_once: int = _AT_ONCE,
-) -> Iterator[Sequence[bytes]]:
-    for first in range(0, len(tags), at_once):
-        some = tags[first : first + at_once]
-        part = rows.take(np.arange(first, first + len(some)))
-        buckets, ends = charts_of(part)
-        if buckets.dtype == np.float64 and len(some) > 1:  # one of them may be the reason
-            yield from _values(some, part, charts_of, at_once=1)
-        else:
-            yield summaries.histograms(some, buckets, ends)
+    for first in range(0, len(filled), _AT_ONCE):
+        some = filled[first : first + _AT_ONCE]
+        charts = log10_histograms(rows.take(some))
+        yield summaries.histograms([tags[row] for row in some.tolist()], *charts)
 
 
 def histograms(rows: Rows) -> Charts:
@@ -67,9 +55,10 @@ def histograms(rows: Rows) -> Charts:
     """
     row_ends = np.cumsum(rows.bucket_count)
     filled = rows.bucket_count > 0
-    low, high = rows.min[filled], rows.max[filled]
+    # Charts have float32: extremes of float64 tensors are clipped, and counts above 2**24 rounded.
+    span = np.clip([rows.min, rows.max], -FLOAT32_MAX, FLOAT32_MAX)
     left, right = _limits(rows)
-    starts = _starts(rows, left, right)
+    starts = _starts(rows, span, left, right)
     ends = np.searchsorted(starts, row_ends)
     counts = np.add.reduceat(rows.counts, starts) if len(starts) else rows.counts
     left, right = left[starts], right[np.append(starts[1:], len(right))[: len(starts)] - 1]
@@ -80,14 +69,13 @@ def histograms(rows: Rows) -> Charts:
     gaps = behind + np.arange(1, len(behind) + 1)
     source[gaps] = 0
     source = source.cumsum() - 1
-    largest = np.abs([low, high]).max(initial=0.0)
-    charts = np.empty((len(source), 3), summaries.histogram_dtype(counts, largest))
+    charts = np.empty((len(source), 3), np.float32)
     charts[:, 0], charts[:, 1] = left.take(source), right.take(source)
     charts[:, 2] = counts.take(source)
     charts[gaps, 0], charts[gaps, 1], charts[gaps, 2] = charts[gaps - 1, 1], charts[gaps + 1, 0], 0
     ends = ends + np.searchsorted(behind, ends)
-    charts[ends[filled] - 1, 1] = high
-    charts[np.concatenate([[0], ends[:-1]])[filled], 0] = low
+    charts[ends[filled] - 1, 1] = span[1, filled]
+    charts[np.concatenate([[0], ends[:-1]])[filled], 0] = span[0, filled]
     return charts, ends.tolist()
 
 
@@ -99,12 +87,17 @@ def _limits(rows: Rows) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return np.where(buckets > 0, near, -far), np.where(buckets < 0, -near, far)
 
 
-def _starts(rows: Rows, left: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.intp]:
+def _starts(
+    rows: Rows,
+    span: NDArray[np.float64],
+    left: NDArray[np.float32],
+    right: NDArray[np.float32],
+) -> NDArray[np.intp]:
     """Return the places of the measured buckets that begin a bucket of a histogram."""
     which = np.arange(len(rows)).repeat(rows.bucket_count)
     first = (np.cumsum(rows.bucket_count) - rows.bucket_count)[which]
-    low, high = (x.astype(np.float64)[which] for x in (rows.min, rows.max))
-    with np.errstate(all="ignore"):  # an empty range, or one beyond float64
+    low, high = span[:, which]
+    with np.errstate(all="ignore"):  # an empty range
         middle = (np.clip(left, low, high) + np.clip(right, low, high)) / 2
         of_range = np.nan_to_num((middle - low) / (high - low))
         below = np.cumsum(rows.counts) - rows.counts / 2
@@ -131,10 +124,8 @@ def log10_histograms(rows: Rows) -> Charts:
     ends = np.cumsum(sizes)
     shifts = ends - sizes - lowest  # from a magnitude to its place among all
     counted = magnitudes > 0
-    counts = np.bincount(
-        (magnitudes + shifts.repeat(lengths))[counted], rows.counts[counted]
-    ).astype(np.float64, copy=False)
-    charts = np.empty((len(counts), 3), summaries.histogram_dtype(counts, 0.0))
+    counts = np.bincount((magnitudes + shifts.repeat(lengths))[counted], rows.counts[counted])
+    charts = np.empty((len(counts), 3), np.float32)
     lower, upper = _log10_limits()
     places = np.arange(len(counts)) - shifts.repeat(sizes)
     charts[:, 0], charts[:, 1] = lower.take(places), upper.take(places)

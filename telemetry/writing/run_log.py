@@ -20,11 +20,11 @@ from telemetry.events.run_log import (
     Frame,
     FullStep,
     Hyperparameters,
+    LaidOut,
     Logged,
     LossFound,
     Norms,
     Random,
-    layout_frame,
 )
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.layers import MATRIX_STATISTICS, MISSING, OPTIONAL_STATISTICS, Statistic, table
@@ -84,7 +84,8 @@ class RunLog:
             self._layout = record.layout
             optional = [s for s in OPTIONAL_STATISTICS if s.measured_in and s.measured_in(record)]
             self._statistics = MATRIX_STATISTICS + tuple(optional)
-            self._write_needed(layout_frame(record.layout, self._statistics, step, time_s))
+            names = [statistic.name for statistic in self._statistics]
+            self._write_needed(LaidOut(step, time_s, record.layout, names))
         self._write(
             Norms(
                 step,

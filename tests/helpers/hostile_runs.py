@@ -35,11 +35,11 @@ from telemetry.events.run_log import (
     Frame,
     FullStep,
     Hyperparameters,
+    LaidOut,
     Logged,
     LossFound,
     Norms,
     Random,
-    layout_frame,
 )
 from telemetry.layers import MATRIX_STATISTICS
 from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
@@ -88,7 +88,7 @@ def name_at(log_dir: Path, name: str = RUN_LOG) -> Path:
 
 FLOATS = struct.pack("<2f", 1, 2)
 BEGIN = Begin(0, NOW, RUN, 0, continues=True)
-LAYOUT = layout_frame(layout_of(LAYERS), MATRIX_STATISTICS, 0, NOW)
+LAYOUT = LaidOut(0, NOW, layout_of(LAYERS), [*COLUMN])
 NORMS = Norms(3, NOW, memoryview(FLOATS), 1.0, (0.1,), 0.5, None, False)
 FULL_STEP = FullStep(3, NOW, memoryview(FLOATS * len(MATRIX_STATISTICS)), memoryview(b""))
 ALERTED = Alerted(3, NOW, alert_at(3, "a"), random=Random(0, {"cpu": b"1"}))
@@ -267,8 +267,16 @@ def picture(png: Callable[[], bytes], said: str = PICTURE) -> Kind:
     return Kind(lambda d: add_picture(b"2", b"2", png())(d), said)
 
 
-def modules(*names: Any, **changes: Any) -> Mapping[str, Any]:
-    return {"modules": [[name, "L"] for name in names], **changes}
+def modules(*names: Any) -> Mapping[str, Any]:
+    return {"layout": {"modules": [_module(name) for name in names], "parameters": []}}
+
+
+def _module(name: Any, **more: Any) -> Mapping[str, Any]:
+    return {"name": name, "type_name": "L", **more}
+
+
+def parameter(owner: Any, shape: Sequence[int]) -> Mapping[str, Any]:
+    return {"layout__parameters": [{"name": "w", "module_name": owner, "shape": shape}]}
 
 
 def pairs(*numbers: int) -> bytes:
@@ -310,8 +318,8 @@ KINDS = {
     "frame without data": frames(b""),
     "frame is an object": frames(msgspec.msgpack.encode({"kind": 2})),
     "frame is deep": frames(b"\x94\x02" + HEAD + DEEP),
-    "frame of an unknown kind": frames(raw(99, 3, NOW), said="unknown kind"),
-    "kind of 2**64 - 1": frames(raw(2**64 - 1, 3, NOW), said="unknown kind"),
+    "frame of an unknown kind": frames(raw(99, 3, NOW), said="99"),
+    "kind of 2**64 - 1": frames(raw(2**64 - 1, 3, NOW)),
     "kind is a word": frames(raw("2", 3, NOW)),
     "step is negative": other(NORMS, step=-1),
     "step is 2**53 + 1": other(NORMS, step=2**53 + 1),
@@ -326,7 +334,7 @@ KINDS = {
     "frame of more fields": frames(raw(5, 3, NOW, {"loss": 0.5}, "more"), said=""),
     "array of 4 GB claimed": frames(b"\x99\x02" + HEAD + b"\xc6\xff\xff\xff\xff"),
     "object of 4 GB claimed": frames(b"\x94\x05" + HEAD + b"\xdf\xff\xff\xff\xff"),
-    "list of 2 GB claimed": frames(b"\x97\x01" + HEAD + b"\xdd\x7f\xff\xff\xff"),
+    "list of 2 GB claimed": frames(b"\x95\x01" + HEAD + b"\x82\xa7modules\xdd\x7f\xff\xff\xff"),
     # Numbers.
     "norms of other bytes": other(NORMS, "step 3", norms=FLOATS[:7]),
     "norms without bytes": other(NORMS, "step 3", norms=b""),
@@ -348,7 +356,7 @@ KINDS = {
     "scalars without names": other(LOGGED, "$[3]", scalars={1: 1.0}),
     "a million scalars": Kind(
         lambda d: add(d, *(Logged(3, NOW, {f"{n}.{m}": 1.0 for m in range(10_000)})
-                           for n in range(100))), "scalars"),
+                           for n in range(100))), "Logged"),
     "hyperparameters are lists": frames(raw(7, 3, NOW, {"lr": [1]}), said="$[3]"),
     "hyperparameters of scripts": frames(
         Hyperparameters(3, NOW, {SCRIPT: SCRIPT, "\x1b[2J": "\x1b[2J"}), said=""
@@ -375,12 +383,13 @@ KINDS = {
     "12,000 runs": Kind(lambda d: add(d, begin=begins(12_000, same_run=False)), "10000"),
     "runs that overlap": Kind(add_overlapping_run),
     # Layouts.
-    "modules is a number": other(LAYOUT, modules=3),
-    "modules are words": other(LAYOUT, "$[3][0]", modules=["a", "b"]),
-    "names are lists": other(LAYOUT, "$[3][0][0]", **modules(["x"], "y")),
-    "names are numbers": other(LAYOUT, "$[3][0][0]", **modules(1, "y")),
+    "layout is a list": other(LAYOUT, layout=[[], []]),
+    "modules is a number": other(LAYOUT, layout__modules=3),
+    "modules are words": other(LAYOUT, layout__modules=["a", "b"]),
+    "names are lists": other(LAYOUT, "name`", **modules(["x"], "y")),
+    "names are numbers": other(LAYOUT, "name`", **modules(1, "y")),
     "names twice": other(LAYOUT, "same name", **modules("x", "x")),
-    "names of 1 MB": other(LAYOUT, "$[3][0][0]", **modules("x" * 2**20, "y")),
+    "names of 1 MB": other(LAYOUT, "too long", **modules("x" * 2**20, "y")),
     "names are half characters": frames(
         changed(LAYOUT, **modules("half", "y")).replace(b"\xa4half", b"\xa4\xed\xa0\x80x")
     ),
@@ -388,23 +397,22 @@ KINDS = {
         LAYOUT, "", [*LAYERS, "\x1b[2J\n", "y"], **modules("\x1b[2J\n", "y")
     ),
     "names are scripts": other(LAYOUT, "", [*LAYERS, SCRIPT, "y"], **modules(SCRIPT, "y")),
-    "owner is NaN": other(LAYOUT, "$[4][0][1]", parameters=[["w", np.nan, [1]]]),
-    "owner is negative": other(LAYOUT, "$[4][0][1]", parameters=[["w", -1, [1]]]),
-    "owner is missing": other(LAYOUT, "parameters", parameters=[["w", 2, [1]]]),
-    "shape is negative": other(LAYOUT, "$[4][0][2][0]", parameters=[["w", 0, [-1]]]),
-    "shape is endless": other(LAYOUT, "parameters", parameters=[["w", 0, [2**53] * 50]]),
-    "shape of 65 sizes": other(LAYOUT, "$[4][0][2]", parameters=[["w", 0, [1] * 65]]),
-    "statistics are numbers": other(LAYOUT, "$[5][0]", statistics=[1]),
-    "code of other modules": other(LAYOUT, "", code=[["f", None, [0, 2**53]]]),
-    "code is a text": other(LAYOUT, code="x"),
-    "code without a line": other(LAYOUT, "$[6][0][1]", code=[["f", {"file": "x"}, [0]]]),
-    "layout is deep": frames(b"\x97\x01" + HEAD + b"\x91\x92\xa1a" + DEEP),
+    "owner is NaN": other(LAYOUT, "module_name`", **parameter(np.nan, [1])),
+    "owner is missing": other(LAYOUT, "parameters", **parameter("c", [1])),
+    "shape is negative": other(LAYOUT, "parameters", **parameter("a", [-1])),
+    "shape is endless": other(LAYOUT, "parameters", **parameter("a", [2**53] * 50)),
+    "shape of 65 sizes": other(LAYOUT, "parameters", **parameter("a", [1] * 65)),
+    "statistics are numbers": other(LAYOUT, "$[4][0]", statistics=[1]),
+    "code without a line": other(
+        LAYOUT, "line`", layout__modules=[_module("a", user_code={"file": "x"})]
+    ),
+    "layout is deep": frames(b"\x95\x01" + HEAD + b"\x82\xa7modules\x91" + DEEP),
     "3000 layouts": Kind(
         lambda d: add(d, *(changed(LAYOUT, step=n, **modules("a", f"{n}")) for n in range(3000))),
         layers=[*LAYERS, *map(str, range(3000))],
     ),
     "300,000 modules": Kind(
-        lambda d: add(d, changed(LAYOUT, **modules(*map(str, range(300_000))))), "$[3]"
+        lambda d: add(d, changed(LAYOUT, **modules(*map(str, range(300_000))))), "modules"
     ),
     # Alerts.
     "alert at step NaN": other(ALERTED, alert__step=np.nan),
@@ -429,7 +437,7 @@ KINDS = {
     "batches are words": other(ALERTED, batches=["x"]),
     "random states are words": other(ALERTED, random={"step": 1, "states": {"cpu": 5}}),
     "12,000 alerts": frames(
-        *(changed(ALERTED, alert__module_name=f"m{n}") for n in range(12_000)), said="10000"
+        *(changed(ALERTED, alert__module_name=f"m{n}") for n in range(12_000)), said="32 MiB"
     ),
     # Ends.
     "end of a list": other(END, failure=["x"]),

@@ -24,10 +24,10 @@ from telemetry.events.run_log import (
     Frame,
     FullStep,
     Hyperparameters,
+    LaidOut,
     Logged,
     LossFound,
     Norms,
-    layout_frame,
 )
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.layers.record import Group
@@ -101,7 +101,7 @@ def write_run(
 
     write(
         Begin(first, time_of(first), run, 0),
-        layout_frame(layout, MATRIX_STATISTICS, first, time_of(first)),
+        LaidOut(first, time_of(first), layout, [*COLUMN]),
     )
     if loss_tag is not None:
         write(LossFound(first, time_of(first), loss_tag, 0))

@@ -21,14 +21,8 @@ def joined(batches: Iterable[Sequence[bytes]]) -> list[bytes]:
     return list(chain.from_iterable(batches))
 
 
-def parsed(value: bytes) -> Summary.Value:
-    (only,) = summary_of([value]).value
-    return only
-
-
 def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> bytes:
     """Histogram with ``k`` buckets; ``k`` may be 0."""
     rows = np.array([left, right, counts], dtype=np.float64).T
-    dtype = summaries.histogram_dtype(rows[:, 2], np.abs(rows[:, :2]).max(initial=0.0))
-    (value,) = summaries.histograms([tag], rows.astype(dtype), [len(rows)])
+    (value,) = summaries.histograms([tag], rows, [len(rows)])
     return value

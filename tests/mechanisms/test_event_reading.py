@@ -1,4 +1,4 @@
-"""Event files of any content: each intact event is read, and any other ends in a named error."""
+"""Event files of any content: each intact event is read, and everything else is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from telemetry.events import framing, reading
 from telemetry.events.framing import frame
-from telemetry.events.reading import CorruptFileError, EventReader
+from telemetry.events.reading import read_events, read_frames
 from tests.helpers.scripts import run_script
 
 EVENTS = [
@@ -35,30 +35,33 @@ events = st.builds(
 )
 
 
-def read(content: bytes) -> tuple[list[Event], EventReader]:
-    """Return the events of a file with this content, and its reader."""
+def read(content: bytes) -> tuple[list[Event], list[str]]:
+    """Return the events of a file with this content, and what was reported."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "events.out.tfevents.1"
         path.write_bytes(content)
-        reader = EventReader(path)
-        return list(reader), reader
+        problems: list[str] = []
+        events = list(read_events(path, lambda what, why: problems.append(f"{what}: {why}")))
+        return events, problems
 
 
 @given(st.lists(events, max_size=5))
 def test_events_are_read_back_as_written(written: list[Event]) -> None:
     content = b"".join(frame(event.SerializeToString()) for event in written)
-    found, reader = read(content)
-    assert found == written
-    assert reader.offset == len(content)
+    assert read(content) == (written, [])
 
 
 @pytest.mark.parametrize("cut", range(len(FILE)))
-def test_a_torn_tail_ends_the_file_and_is_reported(cut: int) -> None:
-    complete = sum(len(b"".join(FRAMES[: n + 1])) <= cut for n in range(len(FRAMES)))
-    end = len(b"".join(FRAMES[:complete]))
-    found, reader = read(FILE[:cut])
-    assert found == EVENTS[:complete]
-    assert reader.offset == end
+def test_a_torn_tail_ends_the_file_and_is_read_later(tmp_path: Path, cut: int) -> None:
+    path, at = tmp_path / "events.out.tfevents.1", 0
+    found: list[bytes] = []
+    for content in (FILE[:cut], FILE):
+        path.write_bytes(content)
+        for data, end in read_frames(path, pytest.fail, at):
+            found.append(data)
+            at = end
+        assert len(b"".join(map(frame, found))) == at <= len(content)
+    assert b"".join(map(frame, found)) == FILE
 
 
 ENORMOUS = (2**62).to_bytes(8, "little")
@@ -66,35 +69,26 @@ ENORMOUS = (2**62).to_bytes(8, "little")
 
 @pytest.mark.parametrize("tail", [bytes(4096), ENORMOUS + frame(ENORMOUS)[-4:] + b"some data"])
 def test_zeros_after_a_power_cut_and_a_length_beyond_the_file_are_a_torn_tail(tail: bytes) -> None:
-    found, reader = read(FILE + tail)
-    assert found == EVENTS
-    assert reader.offset == len(FILE)
+    assert read(FILE + tail) == (EVENTS, [])
 
 
 @pytest.mark.parametrize("part", ["length", "data", "checksum"])
-def test_a_damaged_record_raises_an_error_after_the_intact_ones_are_read(
-    tmp_path: Path, part: str
-) -> None:
+def test_a_damaged_record_is_reported_after_the_intact_ones_are_read(part: str) -> None:
     start = len(FRAMES[0])
     offset = {"length": 0, "data": 15, "checksum": len(FRAMES[1]) - 1}[part]
     content = bytearray(FILE)
     content[start + offset] ^= 0x10
-    path = tmp_path / "events.out.tfevents.1"
-    path.write_bytes(content)
-    reader = EventReader(path)
-    assert next(reader) == EVENTS[0]
-    with pytest.raises(CorruptFileError, match=f"damaged at byte {start}") as caught:
-        next(reader)
-    assert (caught.value.path, caught.value.offset) == (path, start)
+    assert read(bytes(content)) == (EVENTS[:1], [f"the rest: damaged at byte {start}"])
 
 
 def test_an_intact_record_with_another_content_is_reported() -> None:
-    with pytest.raises(CorruptFileError, match="not an event"):
-        read(FRAMES[0] + frame(b"\xff\xff\xff"))
+    found, [problem] = read(FRAMES[0] + frame(b"\xff\xff\xff") + FRAMES[1])
+    assert found == EVENTS[:2]
+    assert "not an event" in problem
 
 
 @given(st.sampled_from([FILE, b""]), st.data())
-def test_a_corrupted_file_gives_a_clean_stop_or_a_named_error(
+def test_a_corrupted_file_gives_events_and_at_most_a_line(
     file: bytes, drawn: st.DataObject
 ) -> None:
     content = bytearray(file)
@@ -102,11 +96,9 @@ def test_a_corrupted_file_gives_a_clean_stop_or_a_named_error(
         start = drawn.draw(st.integers(0, len(content)))
         end = drawn.draw(st.integers(start, min(start + 30, len(content))))
         content[start:end] = drawn.draw(st.binary(max_size=200))
-    try:
-        found, _ = read(bytes(content))
-    except CorruptFileError:
-        return
+    found, problems = read(bytes(content))
     assert all(isinstance(event, Event) for event in found)
+    assert len(problems) <= 1
 
 
 def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
@@ -123,31 +115,30 @@ def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
     assert output == "set()\n"
 
 
-def test_an_oversized_record_is_skipped_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = frame(bytes(1000))
+def test_an_oversized_record_is_skipped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_FRAME_BYTES", 100)
-    found, reader = read(FRAMES[0] + large + b"".join(FRAMES[1:]))
+    found, problems = read(FRAMES[0] + frame(bytes(1000)) + b"".join(FRAMES[1:]))
     assert found == EVENTS
-    assert reader.oversized == [(len(FRAMES[0]), 1000)]
-    assert reader.offset == len(FILE) + len(large)
+    assert problems == [f"the frame at byte {len(FRAMES[0])}: it has 1000 bytes"]
 
 
-def test_a_file_that_shrinks_while_it_is_read_ends_with_a_named_error(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     larger_than_the_read_ahead = Event(file_version="x" * 1_000_000)
     path.write_bytes(FILE + frame(larger_than_the_read_ahead.SerializeToString()))
-    reader = EventReader(path)
-    next(reader)
+    problems: list[str] = []
+    events = read_events(path, lambda what, why: problems.append(str(why)))
+    next(events)
     os.truncate(path, len(FRAMES[0]))
-    with pytest.raises(CorruptFileError):
-        list(reader)
+    list(events)
+    assert len(problems) == 1
 
 
 def test_other_than_regular_files_are_an_os_error(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a regular file"):
-        next(EventReader(path))
+        next(read_events(path, pytest.fail))
 
 
 # --- frames --------------------------------------------------------------------------------------

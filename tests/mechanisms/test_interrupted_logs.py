@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 
 from telemetry.events.files import run_log_file
 from telemetry.events.framing import frame
-from telemetry.events.run_log import Alerted, Begin, End, FullStep, LaidOut, Logged, Norms, decode
+from telemetry.events.run_log import Alerted, Begin, End, FullStep, Logged, Norms, decode
 from telemetry.reading.matrix import WHOLE
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_log import NEVER, RunDirectory
 from telemetry.writing.run_log import RunLog
 from tests.helpers.known_runs import alert_at
 from tests.helpers.small_records import full_record
-
-KINDS = (Begin, LaidOut, Norms, FullStep, Alerted, Logged, None, None, End)
 
 
 class Logger:
@@ -103,7 +101,7 @@ def expected_of(loggers: list[Logger]) -> dict[str, Expected]:
     parts = defaultdict[str, list[list[Any]]](list)
     for logger in sorted((one for one in loggers if one.written), key=lambda one: str(one.path)):
         for data in logger.written:
-            one = decode(KINDS[data[1]], data)  # type: ignore[arg-type]
+            one = decode(data)
             if isinstance(one, Begin):
                 parts[one.run].append([])
             parts[logger.run][-1].append(one)

@@ -56,10 +56,21 @@ def test_a_damaged_file_is_not_read_again_until_it_changes(
     (log,) = tmp_path.glob("*.runlog")
     log.write_bytes(log.read_bytes() + b"\x01" * 20)
     run = RunData(RunDirectory(tmp_path))
-    monkeypatch.setattr(run_log, "FrameReader", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(run_log, "read_frames", lambda *_: pytest.fail("read again"))
     run.refresh()
     assert len(run.matrix("grad_norm").steps) == 20
     assert len(run.problems) == 1
+
+
+def test_a_run_that_is_deleted_while_it_is_read_has_what_is_known(tmp_path: Path) -> None:
+    write_run(tmp_path, LAYOUT, steps=range(20), norms=norms, matrices=matrices)
+    run = open_run(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert [layer.name for layer in run.layers] == ["a", "b.x", "b.y"]
+    assert not len(run.matrix("grad_norm").steps)
+    assert not any(run.layer_series("a"))
+    assert "No such file" in " ".join(run.problems)
 
 
 def test_the_last_of_equal_steps_counts_without_the_bytes_of_its_frame(tmp_path: Path) -> None:
@@ -73,7 +84,7 @@ def test_the_last_of_equal_steps_counts_without_the_bytes_of_its_frame(tmp_path:
 def test_a_difference_and_a_table_of_long_runs_have_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_data, "READ_BYTES", 1 << 11)
+    monkeypatch.setattr(run_data, "_STEPS_AT_ONCE", 64)
     for name in ("one", "two"):
         changed = 131 if name == "two" else -1
         write_run(

@@ -13,7 +13,6 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import HookLogger
-from telemetry.events.run_log import Norms
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_log import LogFile, RunDirectory
 from telemetry.tensorboard_plugin.provider_source import find_directories
@@ -81,28 +80,30 @@ def test_rows_of_runs_list_their_directory_twice_and_read_each_file_once(
     assert len(calls) == 2 + 5
 
 
-def test_readers_in_several_threads_take_each_frame_once(tmp_path: Path) -> None:
+def test_requests_in_several_threads_take_each_frame_once(tmp_path: Path) -> None:
+    client, ready = Client(open_slow(tmp_path), tmp_path), Barrier(8)
     write_run(
         tmp_path, layout_of(["a"]), steps=range(2000), norms=lambda _: np.ones(1, np.float32),
         losses=False,
     )  # fmt: skip
-    directory, ready = RunDirectory(tmp_path), Barrier(8)
 
-    def refresh(_: int) -> None:
+    def steps(_: int) -> int:
         ready.wait()
-        directory.refresh()
+        return len(client.arrays("matrix", run=".", statistic="grad_norm")[1]["steps"])
 
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(refresh, range(8)))
-    [[part]] = directory.runs.values()
-    [segment] = part.segments
-    assert list(segment.places[Norms].steps) == list(range(2000))
+        assert {*threads.map(steps, range(8))} == {2000}
+    [run] = client.json("runs")
+    assert run["lastStep"] == 1999
+    assert len(client.arrays("layer", run=".", layer="a")[1]["statistics0.steps"]) == 2000
 
 
-def test_a_newer_format_is_forgotten_with_its_file(tmp_path: Path) -> None:
+def test_a_run_of_a_newer_format_is_listed_until_another_one_replaces_it(tmp_path: Path) -> None:
+    client = Client(open_slow(tmp_path), tmp_path)
     write_newer(tmp_path, 99)
-    run = RunData(RunDirectory(tmp_path))
+    assert [row["name"] for row in client.json("runs")] == ["."]
+    assert "format 99" in client.request("run", {"run": "."}).json["error"]
     for path in tmp_path.iterdir():
         path.unlink()
-    run.refresh()
-    run.check_format()
+    write_run(tmp_path, layout_of(["a"]), steps=range(3), norms=lambda _: np.ones(1, np.float32))
+    assert client.json("run", run=".")["lastStep"] == 2

@@ -3,7 +3,7 @@
 import { Page } from "./app.js";
 import { onReload } from "./host.js";
 import { html, render as draw } from "./preact.js";
-import { RunCurves } from "./run_curves.js";
+import { Comparison } from "./runs.js";
 import { EmbeddedSource, ServerSource } from "./source.js";
 
 /** Called by TensorBoard once the module is loaded. */
@@ -35,7 +35,7 @@ export async function renderReport() {
   const [run, other] = data.table.map(({ name }) => name);
   const first = data.table.length === 2 ? { run, other, mode: "run" } : { run };
   const page = new Page(document.getElementById("telemetry"), new EmbeddedSource(data), first);
-  const losses = document.getElementById("losses");
-  page.drawMore = () => losses && draw(html`<${RunCurves} page=${page} runs=${data.table} isOpen isOfLoss />`, losses);
+  const comparison = document.querySelector(".comparison");
+  page.drawMore = () => comparison && draw(html`<${Comparison} page=${page} runs=${data.table} />`, comparison);
   await page.start();
 }

@@ -1,4 +1,4 @@
-// The dialog that lists all runs: filters, columns, and which runs are drawn together.
+// The list of runs: in a dialog with filters, columns, and which runs are drawn together; and in a report.
 
 import { capital, faultText, formatNumber, formatStep } from "./format.js";
 import { Parallel } from "./parallel.js";
@@ -77,6 +77,17 @@ export function RunTable({ page }) {
   <//>`;
 }
 
+/** The runs of a report, the best first, with the curves of their losses. */
+export function Comparison({ page, runs }) {
+  const [order, setOrder] = useState({ by: "Best loss", isReversed: false });
+  const columns = columnsOf(runs).filter(({ isHidden }) => !isHidden);
+  const drawn = runs.filter(({ name }) => page.state.checked.has(name));
+  const choose = ({ name }) => page.update({ run: name, layer: null, step: null, zoom: null });
+  return html`<${RunCurves} page=${page} runs=${drawn.length ? drawn : runs} isOpen isOfLoss />
+    <${Table} page=${page} runs=${sorted(columns, runs, order)} columns=${columns}
+      order=${order} onSort=${setOrder} onChoose=${choose} />`;
+}
+
 function Table({ page, runs, columns, order, onSort, onChoose }) {
   const { checked, table } = page.state;
   const current = page.state[table];
@@ -152,6 +163,7 @@ const BASE = [
     show: (run) => (run.alert ? alertOf(run.alert) : "none"),
   },
   { ...number("Alerts", (run) => run.alertCount, String), isHidden: true },
+  { title: "First difference from the first run", key: (run) => run.difference, show: (run) => run.difference }, // in a report
 ];
 
 export function columnsOf(runs) {

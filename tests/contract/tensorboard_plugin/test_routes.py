@@ -18,14 +18,7 @@ from telemetry import HookLogger
 from tests.helpers.board import loader
 from tests.helpers.client import Client, OpenClient
 from tests.helpers.hostile_runs import png
-from tests.helpers.known_runs import (
-    COLUMN,
-    alert_at,
-    layout_of,
-    write_dashboards,
-    write_newer,
-    write_run,
-)
+from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
 from tests.helpers.paths import ROOT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -247,14 +240,6 @@ def test_no_other_file_can_be_read(client: Client, path: str) -> None:
     response = client.get("/data/plugin/telemetry/" + path)
     assert response.status_code in (301, 308, 400, 404)
     assert "import" not in response.text
-
-
-def test_data_of_a_newer_format_is_reported(tmp_path: Path, open_client: OpenClient) -> None:
-    (tmp_path / "future").mkdir()
-    write_newer(tmp_path / "future", 2)
-    response = open_client(tmp_path).request("run", {"run": "future"})
-    assert response.status_code == 501
-    assert "format 2" in response.json["error"]
 
 
 def test_a_log_directory_without_our_data_has_no_runs(

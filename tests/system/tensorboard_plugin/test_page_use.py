@@ -209,7 +209,7 @@ def test_the_page_requests_no_other_host(page: TelemetryPage) -> None:
 def test_an_error_of_the_server_is_shown(page: TelemetryPage) -> None:
     newer = {"error": "the run log has format 9"}
     page.page.route(
-        "**/plugin/telemetry/run?*", lambda request: request.fulfill(status=501, json=newer)
+        "**/plugin/telemetry/run?*", lambda request: request.fulfill(status=404, json=newer)
     )
     page.open(ready="error")
     assert newer["error"] in page.locator(".message").inner_text()

@@ -235,23 +235,28 @@ def compared(tmp_path: Path, open_report: OpenReport) -> Page:
 
 
 def test_a_report_of_several_runs_compares_them(compared: Page) -> None:
-    lines = compared.locator(".comparison tbody tr").all()
-    rows = [line.locator("td").all_inner_texts() for line in lines]
-    assert [row[0] for row in rows] == ["base", "one", "other"]
-    assert {row[1] for row in rows} == {"2026-01-01 00:00 UTC"}
-    assert [row[3] for row in rows] == ["0 to 39"] * 3
-    assert ("lr 0.1" in rows[0][2], "lr 0.2" in rows[1][2]) == (True, True)
-    assert [row[5:7] for row in rows] == [["0.5", ""], ["0.25", "0.75"], ["1", ""]]
-    assert "step 5" in rows[1][7]
-    assert "grad_norm in high" in rows[1][7]
-    assert "step" not in rows[0][7]
-    assert "step 20" in rows[1][8]
-    assert HOSTILE in rows[1][8]
-    verdict = compared.locator(".verdict").inner_text()
-    assert verdict.startswith("Lowest loss: 0.25, of one; next is 0.5, of base. one: ")
+    titles = compared.locator(".comparison thead th").all_inner_texts()
+    rows = [
+        dict(zip(titles, row.locator("td").all_inner_texts(), strict=True))
+        for row in compared.locator(".comparison tbody tr").all()
+    ]
+    assert [row["Run"] for row in rows] == ["one", "base", "other"]
+    assert [float(row["Best loss"]) for row in rows] == [0.25, 0.5, 1]
+    assert [row["Last step"] for row in rows] == ["39"] * 3
+    assert [row["lr"] for row in rows] == ["0.2", "0.1", ""]
+    assert [row["val/accuracy"] for row in rows] == ["0.75", "", ""]
+    assert "depth" not in titles
+    one, base, other = [row["First difference from the first run"] for row in rows]
+    assert "step 5" in one
+    assert "grad_norm in high" in one
+    assert base == "the first run"
+    assert other == "no layer or step in common"
+    assert "step 20" in rows[0]["Worst alert"]
     assert compared.evaluate("window.hacked") is None
     legend = compared.locator(".comparison .curve-legend span").all_inner_texts()
     assert legend == ["base", "one", "other"]
+    compared.locator(".comparison tbody button:text-is('other')").click()
+    compared.locator(".panel[data-run='other']").wait_for()
 
 
 def test_each_run_of_a_report_opens_in_its_page(compared: Page) -> None:

@@ -91,11 +91,9 @@ def test_many_histograms_equal_those_of_each_tensor(
     assert list(found) == list(sketches)
     for tag, sketch in sketches.items():
         [alone] = written(joined(histogram_values([tag], Rows.of([sketch])))).values()
-        assert found[tag].dtype == alone.dtype
+        assert np.isfinite(alone).all()
+        assert alone[:, 2].sum(dtype=np.float64) == pytest.approx(sketch.counts.sum())
         np.testing.assert_array_equal(found[tag], alone)
-        counts = sketch.counts[np.abs(sketch.counts) < 2**24]
-        beyond_float32 = np.abs(alone[:, :2]).max(initial=0) > np.finfo(np.float32).max
-        assert alone.dtype == np.float64 or not (beyond_float32 and counts.size)
 
 
 def test_two_histograms_have_no_gap_between_them() -> None:
@@ -147,7 +145,7 @@ def test_buckets_have_the_sums_of_the_measured_ones(tensors: list[NDArray[np.flo
         left, right, counts = rows.astype(np.float64).T
         np.testing.assert_array_equal(left[1:], right[:-1])
         assert (left <= right).all()
-        ends = fine[:, 1].astype(rows.dtype)
+        ends = np.minimum(fine[:, 1], np.finfo(np.float32).max).astype(np.float32)
         indices = np.searchsorted(right, ends)  # the row whose right edge is not below
         np.testing.assert_array_equal(
             counts, np.bincount(indices, fine[:, 2], minlength=len(right))
