@@ -6,6 +6,5 @@ from telemetry.layers.table import OPTIONAL_STATISTICS as OPTIONAL_STATISTICS
 from telemetry.layers.table import PAGE_STATISTICS as PAGE_STATISTICS
 from telemetry.layers.table import PARAMETER_STATISTICS as PARAMETER_STATISTICS
 from telemetry.layers.table import STATISTICS as STATISTICS
-from telemetry.layers.table import LayerTable as LayerTable
 from telemetry.layers.table import Statistic as Statistic
 from telemetry.layers.table import table as table

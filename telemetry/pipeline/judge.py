@@ -67,21 +67,18 @@ class Judge:
             is_finite=self._is_finite,
         )
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the states of the rules that have one, in their order."""
-        states: list[dict[str, Any]] = []
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each rule that has one, by its name."""
+        states: dict[str, Any] = {}
         for name, rule in self._named():
             with self._failures.contained(f"to take the state of the rule {name!r}"):
                 if state := rule.state_dict():
-                    states.append({"rule": name, "state": state})
+                    states[name] = state
         return states
 
     def load_state_dict(self, states: object) -> list[str]:
         """Restore the state of each rule; return what does not fit."""
-        known: dict[Any, Any] = {}
-        for item in states if isinstance(states, list) else ():
-            if isinstance(item, Mapping):
-                known[item.get("rule")] = item.get("state")
+        known = dict(states) if isinstance(states, Mapping) else {}
         misfits: list[str] = []
         for name, rule in self._named():
             try:

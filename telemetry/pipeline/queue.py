@@ -14,7 +14,6 @@ from typing import TypeAlias, TypeVar
 from telemetry.capture import Step
 from telemetry.failures import Failures
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor
-from telemetry.records.batches import Batch
 from telemetry.threads import start
 
 log = logging.getLogger("telemetry")
@@ -96,11 +95,11 @@ class Pipeline:
         if step.is_urgent or self._steps_taken - self._steps_done >= STEPS_AT_ONCE:
             self._wakeup.put(None)
 
-    def submit_logged(self, item: Batch | LoggedScalars, *, at_once: bool = False) -> None:
-        """Queue logged values; ``at_once``: wake the worker up."""
+    def put(self, item: Item | LoggedScalars | Callback, *, now: bool = True) -> None:
+        """Queue anything else; ``now``: wake the worker up."""
         if not self._closed and os.getpid() == self._pid:
             self._items.put(item)
-            if at_once:
+            if now:
                 self._wakeup.put(None)
 
     def ignore_all(self) -> None:
@@ -123,7 +122,8 @@ class Pipeline:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        self.put_now(None)
+        self._items.put(None)
+        self._wakeup.put(None)
         # Not Thread.join(): after a Ctrl-C in it, Python 3.11 takes the thread for ended.
         self._has_ended.wait(timeout_s)
         was_closed, self._abandoned = self._abandoned, True
@@ -148,7 +148,7 @@ class Pipeline:
             finally:
                 results.put(result)
 
-        self.put_now(call)
+        self.put(call)
         try:
             return results.get(timeout=timeout_s)
         except Empty:
@@ -158,11 +158,6 @@ class Pipeline:
     def on_own_thread(self) -> bool:
         """Whether the caller runs on the worker, such as a rule or a callback."""
         return threading.current_thread() is self._thread
-
-    def put_now(self, item: Item | Callback | None) -> None:
-        """Queue an item and wake the worker up; None ends it."""
-        self._items.put(item)
-        self._wakeup.put(None)
 
     # --- on the worker ---------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from telemetry.records.moments import nonfinite_of, norm_of, rms_of
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import sketch_array
 from telemetry.records.step import NO_LAYOUT, OF_PARAMETERS, REDUCTIONS, By
-from telemetry.records.tensor import TensorRecord, Tensors, figures_of
+from telemetry.records.tensor import Tensors, figures_of
 
 _OF_OUTPUTS = ("outputs", "output_grads")
 # A pipeline stage may have this in the place of other stages' modules.
@@ -264,11 +264,11 @@ class _Merge:
         broken = frozenset(record.nonfinite_parameters)
         record.nonfinite_parameters = tuple([name for name in names if name in broken])
         sums = self._sum_addends(record.grad_norms, record.grad_norms_before_clipping)
-        tensors = self._tensors(sums if self._step.measured else {})
-        updates = tensors.pop("updates", Tensors((), Rows.of(())))
+        tensors = self._tensors(sums)
+        if (updates := tensors.pop("updates", None)) is not None:
+            record.update_ratios = _update_ratios(updates, tensors["weights"])
         for kind, some in tensors.items():
             setattr(record, kind, some)
-        record.update_ratios = _update_ratios(updates, record.weights)
         record.ranks = self._facts()
         return record
 
@@ -323,10 +323,10 @@ class _Merge:
 
     def _tensors(self, sums: Mapping[int, Floats]) -> dict[str, Tensors[Any]]:
         """Return the measured tensors by kind, in the order of the layout."""
+        if not self._step.tables:  # as at most steps
+            return {}
         layout, last = self._joined.layout, len(self._joined.layout.modules)
-        tensors: Tensors[TensorKey] = Tensors((), Rows.of(()))
-        if self._step.tables:
-            tensors = with_whole_units(merge_tensors(self._step.tables))
+        tensors = with_whole_units(merge_tensors(self._step.tables))
         places: defaultdict[str, dict[Any, int]] = defaultdict(dict)
         for at, key in enumerate(tensors):
             if (name := self._joined.key_of(key)) is not None:
@@ -356,9 +356,8 @@ class _Merge:
         checks = [np.empty((4, 0), np.int64)]
         for part, at in zip(self._ended, self._at, strict=True):
             if part.checks.size:
-                indices, shards, sums = part.checks
-                ranks = np.full_like(indices, part.rank)
-                checks.append(np.stack([at[indices], shards, sums, ranks]))
+                indices, *others = part.checks
+                checks.append(np.stack([at[indices], *others, np.full_like(indices, part.rank)]))
         return RankFacts(
             size=max(part.size for part in parts),
             held=frozenset(self._step.parts),
@@ -367,16 +366,14 @@ class _Merge:
             **self._spreads,
             step_s=over_ranks(step_s)[1].get("step_s"),
             activation_rms={output: o for output, o in named.items() if output is not None},
-            diverged=differing(np.concatenate(checks, axis=1), self._joined.layout.parameters),
+            diverged=differing(np.hstack(checks), self._joined.layout.parameters),
             same_batch=max(batches.values(), key=len, default=frozenset()),
             nonfinite=len(nonfinite),
             first_nonfinite=nonfinite[0] if nonfinite else None,
         )
 
 
-def _update_ratios(
-    updates: Mapping[str, TensorRecord], weights: Mapping[str, TensorRecord]
-) -> dict[str, float]:
+def _update_ratios(updates: Tensors[str], weights: Tensors[str]) -> dict[str, float]:
     moved = figures_of(updates, norm_of)
     sizes = figures_of(
         weights, lambda rows: np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)

@@ -22,7 +22,7 @@ from telemetry.records.batches import Batch
 from telemetry.records.moments import norm_of
 from telemetry.records.rows import COLUMNS, NO_VALUES, Rows
 from telemetry.records.sketch import Sketch
-from telemetry.records.step import OF_GRADIENTS, REDUCTIONS, By
+from telemetry.records.step import REDUCTIONS, By
 from telemetry.records.tensor import Tensors, bad_among, figures_of
 from telemetry.untrusted import MAX_INTEGER
 
@@ -122,8 +122,9 @@ class RankRecord:
 
     def __post_init__(self) -> None:
         record, shape = self.record, (len(self.grad_copies),)
-        columns = [self.grad_copies, *[getattr(record, name) for name in OF_GRADIENTS]]
-        columns = columns if columns[-1].size else columns[:-1]
+        columns = [self.grad_copies, record.grad_norms, record.grad_present, record.grad_finite]
+        if record.grad_norms_before_clipping.size:
+            columns.append(record.grad_norms_before_clipping)
         fits = all(column.shape == shape for column in columns)
         fits &= self.checks.ndim == 2 and len(self.checks) == 3
         fits &= not self.layout or (len(read_layout(self.layout).parameters),) == shape
@@ -189,7 +190,6 @@ class RankRecords:
     def of(self, record: StepRecord, notes: RankNotes) -> RankRecord:
         """Return what is sent of a step."""
         ranks, step_s = self._ranks, None
-        count = len(record.layout.parameters)
         if not record.phase:
             last, self._last = self._last, (record.step, record.wall_time)
             if last is not None and last[0] == record.step - 1:
@@ -212,7 +212,7 @@ class RankRecords:
             stage=ranks.stage,
             layout_id=self._layout_id,
             layout=self._layout_data if record.full or record.phase or is_new else b"",
-            grad_copies=ranks.copies(count, notes.grads),
+            grad_copies=ranks.copies(len(record.layout.parameters), notes.grads),
             addends=tuple(_addends(record, notes)),
             checks=np.array(checks, np.int64).reshape(-1, 3).T,
             step_s=step_s,

@@ -147,7 +147,7 @@ class ActiveRun:
         # Priority 10: before the finalizer of the writer, which has priority 0.
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach("HookLogger")
-        self._pipeline.put_now(partial(self._processor.write_first, self._loop.step))
+        self._pipeline.put(partial(self._processor.write_first, self._loop.step))
         show_log_dir(self.log_dir)
 
     @property
@@ -199,13 +199,13 @@ class ActiveRun:
         hparams.check(values, metrics)
         tags = None if metrics is None else [*metrics]
         write = self._processor.write_hyperparameters
-        self._pipeline.put_now(partial(write, dict(values), tags, self._loop.step))
+        self._pipeline.put(partial(write, dict(values), tags, self._loop.step))
 
     def batch(self, ids: object) -> None:
         values = batch_ids_of(ids)
         if not self._closed_before("batch") and self._loop.attached:
             self._loop.end_open_step()
-            self._pipeline.submit_logged(Batch(step=self._loop.step, ids=values))
+            self._pipeline.put(Batch(step=self._loop.step, ids=values), now=False)
 
     def _closed_before(self, method: str) -> bool:
         """Return whether the logger is closed; log once that the method writes nothing then."""
@@ -216,7 +216,7 @@ class ActiveRun:
 
     def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
         item = LoggedScalars(step=step, wall_time=time.time(), values=values)
-        self._pipeline.submit_logged(item, at_once=self._schedule.logged(step, values))
+        self._pipeline.put(item, now=self._schedule.logged(step, values))
 
     def _log_curves(self, curves: Mapping[str, float], step: int) -> None:
         self._log({RUN + name: value for name, value in curves.items()}, step)
@@ -281,7 +281,7 @@ class ActiveRun:
                 self._processor.ranks = RankExchange(
                     rank=self._role.rank,
                     size=self._role.size,
-                    put=self._pipeline.put_now,
+                    put=self._pipeline.put,
                     ask=self._schedule.request_full,
                     current_step=lambda: self._loop.step,
                     failures=self._failures,

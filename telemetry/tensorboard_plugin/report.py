@@ -6,6 +6,7 @@ import base64
 import gzip
 import html
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -104,6 +105,9 @@ script-src data:; style-src 'unsafe-inline'">
 </html>
 """
 
+_COMPARISON = """<p class="verdict">{verdict}</p>
+<section class="comparison" aria-label="Comparison"></section>"""
+
 
 def report_html(
     runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]], faults: str = ""
@@ -118,8 +122,9 @@ def report_html(
         title=html.escape(title),
         facts=_facts(next(iter(runs.values()))) if len(runs) == 1 else f"{len(runs)} runs",
         style=files["style.css"].decode(),
-        comparison='<section class="comparison" aria-label="Comparison"></section>'
-        * (len(runs) > 1),
+        comparison=_COMPARISON.format(verdict=html.escape(_verdict(runs, rows)))
+        if len(runs) > 1
+        else "",
         faults=faults,
         script=_base64(f"{bundle(files, 'index.js')}\nrenderReport();".encode()),
         data=_script_json(
@@ -148,6 +153,30 @@ def _compared(
     first, *others = [runs[row["name"]] for row in rows]
     found = ["the first run", *(_first_difference(compare(first, other)) for other in others)]
     return [{**row, "difference": text} for row, text in zip(rows, found, strict=True)]
+
+
+def _verdict(runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return in sentences which run has the lowest loss, and which runs have errors."""
+    losses = sorted(
+        (row["loss"]["best"], row["name"])
+        for row in rows
+        if row["loss"] and math.isfinite(row["loss"]["best"])
+    )
+    sentences = []
+    if len(losses) > 1:
+        (least, best), (next_least, second) = losses[:2]
+        sentences.append(
+            f"Lowest loss: {least:.4g}, of {best}; next is {next_least:.4g}, of {second}."
+            if least < next_least
+            else f"The lowest loss of {best} and {second} is the same, {least:.4g}."
+        )
+    for name, run in runs.items():
+        errors = [alert for alert in run.alerts if alert.severity == "error"]
+        if errors:
+            sentences.append(f"{name}: {min(errors, key=lambda alert: alert.step).title}.")
+    if not any(run.alerts for run in runs.values()):
+        sentences.append("No run has alerts.")
+    return " ".join(sentences)
 
 
 def _first_difference(found: Comparison) -> str:

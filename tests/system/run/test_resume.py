@@ -288,7 +288,7 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
         return {**state, "format": 2}
     if what == "without a step":
         return {"format": 1}
-    for fields in state["rules"][0]["state"].values():
+    for fields in state["rules"]["default_rules"].values():
         fields.update({name: {"0": [True]} for name in fields})
     return state
 

@@ -252,6 +252,8 @@ def test_a_report_of_several_runs_compares_them(compared: Page) -> None:
     assert base == "the first run"
     assert other == "no layer or step in common"
     assert "step 20" in rows[0]["Worst alert"]
+    verdict = compared.locator(".verdict").inner_text()
+    assert verdict.startswith("Lowest loss: 0.25, of one; next is 0.5, of base. one: ")
     assert compared.evaluate("window.hacked") is None
     legend = compared.locator(".comparison .curve-legend span").all_inner_texts()
     assert legend == ["base", "one", "other"]
