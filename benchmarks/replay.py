@@ -36,7 +36,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, partial
 from itertools import compress
@@ -259,14 +259,14 @@ class Recorded:
                 event["parameters"] = slice(parameter, parameter := parameter + count)
                 event["tensors"] = range(tensor, tensor := tensor + event["tensors"])
 
-    def record(self, step: Mapping[str, Any], *, full: bool) -> StepRecord:
-        """Input of the rules at a full step or at a light one."""
+    def record(self, step: Mapping[str, Any], *, full: bool, **known: Any) -> StepRecord:
+        """Input of the rules at a full step or at a light one, with other fields."""
         fields: dict[str, Any] = {n: self._arrays[n][step["parameters"]] for n in NORMS}
         fields |= {name: step[name] for name in (*FACTS, "layout")} | {"full": full}
         finite = fields["grad_finite"].all()
         some = TUPLES if full else ("learning_rates", *(() if finite else BROKEN))
         fields |= {name: tuple(step[name]) for name in some}
-        return StepRecord(**fields, **(self._detail(step) if full else {}))
+        return StepRecord(**fields, **(self._detail(step) if full else {}), **known)
 
     def _detail(self, step: Mapping[str, Any]) -> dict[str, Any]:
         arrays, some = self._arrays, step["parameters"]
@@ -393,12 +393,12 @@ class Replay:
         step = event["step"]
         self.due += step % self._every_n_steps == 0
         plan = self._schedule.plan(step)
-        record = replace(file.record(event, full=plan == "full"), loss_delay=self._loss.delay)
+        known = {"loss_delay": self._loss.delay, "losses_between": tuple(self._between)}
+        record = file.record(event, full=plan == "full", **known)
         self._loss.step_ended(step)
         if plan == "skip":
             self._between += [] if record.loss is None else [(step, record.loss)]
         else:
-            record = replace(record, losses_between=tuple(self._between))
             self._queue.append((step, partial(self._judge_step, record)))
             self._between = []
         self._schedule.plan(step + 1)  # before the rules judge this step

@@ -14,6 +14,7 @@ from runs import (  # noqa: F401
     logged_after,
     low_precision,
     odd_inputs,
+    origins,
     resources,
     uncommon,
     unfamiliar,

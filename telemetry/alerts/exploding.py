@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 from statistics import median_high
 from typing import Any, NamedTuple
@@ -111,6 +110,8 @@ class ExplodingGradient(Detector):
     _from_loss: float | None = state(None)
     _may_be_from_loss: bool = state(False)
     _blame: Blame = state(lambda: Blame())
+    # Step, norm and its baseline of an explosion whose layer is not certain before a full step.
+    _held: tuple[int, float, float] | None = state(None)
     _steps_far_above: int = state(0)
     _steps_lasting: int = state(0)
     _amplified_steps: int = state(0)
@@ -122,7 +123,8 @@ class ExplodingGradient(Detector):
         found = None
         if not record.all_grads_finite:  # it may have overflowed before it was confirmed
             just_jumped = baseline.gradients_led and baseline.since_norm_jump < shared.FEWEST
-            if self.active_alert is None and (self._deep_steps or just_jumped):
+            if self.active_alert is None and (self._deep_steps or just_jumped or self._held):
+                self._held = None
                 found = self._found(
                     baseline,
                     summary="The gradients grew until they overflowed",
@@ -139,11 +141,7 @@ class ExplodingGradient(Detector):
         is_candidate = baseline.since_norm_jump < shared.FEWEST and not record.full
         is_candidate |= self._amplified_steps == 1 or self._deep_steps > 0 or self._may_be_from_loss
         self.needs_full_step = self.active_alert is None and is_candidate
-        blamed, alert = self._blame.stretch, self.active_alert
-        if found is None or alert is None or not self._blame.is_corrected:
-            return found
-        self._blame.is_corrected = False
-        return replace(found, escalates=blamed is not None and blamed.first != alert.module_name)
+        return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         lasts = self._is_deep or self._amplified_steps > 0 or baseline.loss.is_unbounded
@@ -177,18 +175,23 @@ class ExplodingGradient(Detector):
         led = baseline.gradients_led and baseline.large_step >= norm.jump_step
         explodes |= led and len(loss.high) >= shared.AGAIN
         # After a jump of the rate, loss_divergence needs some losses.
-        if not explodes or baseline.since_rate_jump < shared.RECENT:
+        if not (explodes or self._held) or baseline.since_rate_jump < shared.RECENT:
             return None
-        total = record.total_grad_norm
+        step, total, usual = self._held or (record.step, record.total_grad_norm, norm.usual)
+        waits = self.active_alert is None and self._blame.is_open
+        self._held = (step, total, usual) if waits else None
+        if waits:
+            return None
         falls = ", while the loss falls without bound" if is_unbounded else ""
-        times = figure(total / norm.usual)
         return self._found(
             baseline,
-            confined_growth(record, norm.usual),
-            summary=f"The gradient norm is {figure(total)}, {times}x above usual{falls}",
+            confined_growth(record, usual),
+            summary=f"The gradient norm is {figure(total)}, {figure(total / usual)}x above usual"
+            + falls,
             value=total,
-            threshold=norm.usual * self.lasting_factor,
+            threshold=usual * self.lasting_factor,
             advice=_UNBOUNDED if is_unbounded else (),
+            started_at=step,
         )
 
     def _before_clipping(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -268,7 +271,7 @@ class ExplodingGradient(Detector):
             where, advice = confined, advice or _ONE_LAYER
             cause = f"Most of the growth is in the gradient of {confined}"
         elif where is not None:
-            cause = where.growth + ", whose gradient alone did not grow" * blame.by_norms
+            cause = where.growth + ", whose gradient alone did not grow" * blame.by_weights
         advice = advice or (_BATCH if batch else _STEPS_TOO_LARGE)
         return Finding(cause=cause, advice=advice, module_name=where and where.first, **found)
 
@@ -435,8 +438,8 @@ class Blame:
     stretch: Stretch | None = None  # the culprits; None if nothing grows or they are unknown
     batch: float = 0.0  # growth of the batch's values, if the batch is the culprit
     is_alike: bool = False  # all gradients grew alike, and nothing else is known
-    by_norms: bool = False  # the norms alone show the culprit
-    is_corrected: bool = False  # a full step has just shown another culprit
+    by_weights: bool = False  # the norms alone show a layer whose weights grew
+    is_open: bool = False  # that layer may also be on another branch: the next full step decides
     _outputs: dict[str, float]
     _gradients: dict[str, float]
 
@@ -445,27 +448,35 @@ class Blame:
 
     def add(self, record: StepRecord, baseline: Baseline) -> None:
         """Add a step whose gradients are finite."""
-        outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
-        are_most, shown = _grown_gradients(baseline.layers)
+        is_calm = baseline.norm.is_usual and baseline.since_norm_jump > shared.FEWEST
+        is_calm &= not baseline.loss.high and not baseline.loss.is_worse
+        has_outputs = record.inputs or record.outputs
+        outputs = self._grown_outputs(record, is_calm=is_calm) if has_outputs else None
+        grown = grown_gradients(baseline.layers, record.step)
         first = self._first_grown(record) if record.full else None
-        if are_most is None and outputs is None:
-            self.stretch, self.batch, self.is_alike = None, 0.0, False
-        elif self.by_norms and record.full and outputs is None and first is not None:
-            # No output has grown, so no weight has: the growth came from later layers, and the
-            # layer that did not grow is on another branch.
-            self.stretch, self.by_norms, self.is_corrected = Stretch.of(first), False, True
+        if grown is None and outputs is None:
+            self.stretch, self.batch, self.is_alike, self.is_open = None, 0.0, False, False
         elif self.stretch is None and not self.batch and not self.is_alike:
-            self.stretch = shown
-            if shown is None and outputs is not None:
+            self.stretch = grown and grown.origin
+            self.by_weights = grown is not None and grown.by_weights
+            self.is_open = grown is not None and not grown.is_sure
+            if self.stretch is None and outputs is not None:
                 self.stretch = outputs.stretch
             if outputs is not None and outputs.levels[0] > outputs.levels.max() / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
             several = len(baseline.layers.names) > shared.SEVERAL
-            self.by_norms = self.stretch is not None and are_most is not False and not record.full
             self.is_alike = self.stretch is None and not record.full and several
+        if self.is_open and record.full:
+            self.is_open = False
+            if outputs is None and first is not None:  # no output grew, so no weights did
+                self.stretch, self.by_weights = Stretch.of(first), False
+        self.is_open &= baseline.since_norm_jump < shared.FEWEST
 
-    def _grown_outputs(self, record: StepRecord) -> Growth | None:
-        """Return the growth of the batch and then of each output; None if none has grown."""
+    def _grown_outputs(self, record: StepRecord, *, is_calm: bool) -> Growth | None:
+        """Return the growth of the batch and then of each output; None if none has grown.
+
+        Outputs also grow as the model learns: a calm step is the new baseline.
+        """
         given, rows = record.inputs.get(""), record.activations.rows
         batch, batch_size = math.nan, math.nan
         if given is not None:
@@ -476,7 +487,8 @@ class Blame:
         usual = np.array([self._outputs.get(name, math.nan) for name in names])
         with np.errstate(all="ignore"):
             levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)
-        for place in ((levels <= shared.TENFOLD) & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
+        usual_now = (levels <= shared.TENFOLD) | is_calm
+        for place in (usual_now & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
             self._outputs[names[place]] = float(sizes[place])
         has_grown = levels.max() > shared.TENFOLD
         return Growth(names=["", *names[1:]], levels=levels) if has_grown else None
@@ -492,23 +504,50 @@ class Blame:
         return max(grown, key=record.layout.position.__getitem__, default=None)
 
 
-def _grown_gradients(layers: LayerNorms) -> tuple[bool | None, Stretch | None]:
-    """Return whether most gradients have grown tenfold, or a few hundredfold; else None.
+class GrownGradients(NamedTuple):
+    """Growth of the layers' gradient norms at a step.
 
-    And the only layer whose gradient grew far less than all others; or the last of the few, which
-    passes the growth to earlier layers.
+    The origin is known if the layers are of two groups, a decade apart. A single layer whose
+    gradient grew far less than all others has the larger weights, which are no factor of it; so
+    have two or three in a row, if they are parallel. Otherwise, growth entered at the last of the
+    layers that grew: those behind it have their usual gradients.
     """
-    growth = layers.growth
-    known = np.flatnonzero(np.isfinite(growth))
-    known = known[growth[known].argsort()]
-    levels, (grown,) = growth[known], (growth > 2 * shared.TENFOLD).nonzero()
-    if 2 * np.count_nonzero(levels > shared.TENFOLD) > len(known) >= shared.SEVERAL:
-        is_single = levels[1] - levels[0] > shared.TENFOLD
-        return True, Stretch.of(layers.names[known[0]]) if is_single else None
-    are_apart = not ((levels > shared.TENFOLD / 2) & (levels <= 2 * shared.TENFOLD)).any()
-    if 0 < 2 * len(grown) <= len(known) and are_apart:
-        return False, Stretch.of(layers.names[grown[-1]])
-    return None, None
+
+    are_most: bool  # most have grown tenfold; else a few have grown hundredfold
+    origin: Stretch | None = None
+    by_weights: bool = False
+    is_sure: bool = True  # a layer with its usual gradient may also be on another branch
+
+
+def grown_gradients(layers: LayerNorms, step: int) -> GrownGradients | None:
+    """Return the growth of the gradients at a recent step above their medians; None for none.
+
+    Clipping divides all norms by the same number, which the smaller group shows.
+    """
+    with np.errstate(invalid="ignore"):  # of -inf
+        growth = layers.levels[layers.steps.index(step)] - layers.usual
+    order = np.flatnonzero(np.isfinite(growth))
+    order = order[growth[order].argsort()]
+    if len(order) < shared.AGAIN:
+        return None
+    levels = growth[order]
+    count = int(np.diff(levels).argmax()) + 1
+    low, is_apart = order[:count], levels[count] - levels[count - 1] > shared.TENFOLD
+    if is_apart:
+        levels = levels - min(np.median(levels[:count]) + shared.TENFOLD, 0.0)
+    highest_low, last = levels[count - 1], Stretch.of(layers.names[order[count:].max()])
+    if 2 * np.count_nonzero(levels > shared.TENFOLD) > len(order) >= shared.SEVERAL:
+        is_behind = count > 1 and low.min() > order[count:].max() and highest_low <= shared.TENFOLD
+        if is_apart and is_behind:
+            return GrownGradients(True, last)
+        if not is_apart or count > min(shared.SEVERAL, len(order) // 2) or np.ptp(low) >= count:
+            return GrownGradients(True)
+        own = Stretch(layers.names[low.min()], layers.names[low.max()])
+        return GrownGradients(True, own, True, bool(highest_low > shared.TENFOLD / 2))
+    are_few = 2 * count >= len(order) and highest_low <= shared.TENFOLD
+    if is_apart and are_few and levels[count] > 2 * shared.TENFOLD:
+        return GrownGradients(False, last)
+    return None
 
 
 def confined_growth(record: StepRecord, usual: float, scale: float = 1.0) -> Stretch | None:

@@ -13,6 +13,7 @@ import numpy as np
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Logged, LossJump, Rise
 from telemetry.alerts.detector import Detector, Finding, limit, state
+from telemetry.alerts.exploding import Stretch, grown_gradients
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, called_owner, figure, steps_in_words
@@ -190,6 +191,9 @@ def _found(jump: LossJump, baseline: Baseline, **more: Any) -> Finding:
     (step, loss), peak = jump.first, jump.peak
     rise = f", and to {figure(peak.loss, 4)} at step {peak.step}" if peak.loss > loss else ""
     first = _in_words(baseline.layers.onsets(step), len(baseline.layers.names))
+    origin = _origin(step, baseline) if more.get("module_name") is None else None
+    if origin is not None:
+        more |= {"module_name": origin.first, "cause": origin.growth}
     return Finding(
         summary=f"The loss jumped from {figure(jump.before, 4)} to {figure(loss, 4)} at step "
         f"{step}{rise}{first}",
@@ -198,6 +202,13 @@ def _found(jump: LossJump, baseline: Baseline, **more: Any) -> Finding:
         started_at=step,
         **more,
     )
+
+
+def _origin(step: int, baseline: Baseline) -> Stretch | None:
+    """Return the layer whose gradient shows that its weights or its gradients jumped first."""
+    is_known = not baseline.follows_rate_jump and step in baseline.layers.steps
+    grown = grown_gradients(baseline.layers, step) if is_known else None
+    return grown.origin if grown is not None and grown.is_sure else None
 
 
 def _in_words(onsets: Sequence[Onset], count: int) -> str:

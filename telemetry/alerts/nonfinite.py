@@ -184,8 +184,9 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
             return Origin(name.rpartition(".")[0], what, _BUFFER)
         if not bad or bad[-1] != [*record.outputs][-1]:  # it does not reach the end
             return None
-    if is_lost and not bad:  # -inf of a logarithm, and not of a mask
-        bad = [output for output in _infinite(record) if _key(output) not in usual]
+    if is_lost:  # NaN comes of infinity: -inf of a logarithm, and not of a mask
+        first = {*bad, *[output for output in _infinite(record) if _key(output) not in usual]}
+        bad = [output for output in record.outputs if output in first]
     entered = bad[0].module_name if bad else None
     for name in bad_among(record.inputs):
         if name not in usual:

@@ -66,7 +66,7 @@ def test_outputs_that_are_equal_for_every_input_do_not_explode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "module", "named"), [([10], "10", [10]), (range(2, 18, 2), "2", [2, 18])]
+    ("which", "module", "named"), [([10], "10", [10]), (range(2, 18, 2), "2", [2, 14])]
 )
 def test_the_cause_names_the_layer_or_the_range_of_layers_that_grew(
     which: Sequence[int], module: str, named: list[float]
@@ -103,8 +103,11 @@ def test_the_only_layer_whose_gradient_grows_is_named() -> None:
     [
         ([1e5] * 4 + [1.0] * 6, "3"),  # where the growth entered the backward pass
         ([1e5] * 5 + [1.0] * 5, "4"),
-        ([1e5] * 6 + [1.0] * 4, None),
-        ([1e5] * 9 + [1.0], "9"),  # only its own weight does not change its gradient
+        ([1e5] * 6 + [1.0] * 4, "5"),
+        ([1.0] + [1e5] * 6 + [1.0] * 3, None),
+        ([1e5] * 9 + [5.0], "9"),  # only its own weight does not change its gradient
+        ([1e5] * 4 + [30.0] * 2 + [1e5] * 4, "4"),  # side by side
+        ([1e-5] * 9 + [1e5], "9"),  # the others were clipped
         ([1e5, 1e7], None),
     ],
 )
@@ -116,6 +119,23 @@ def test_a_majority_of_three_layers_or_more_has_to_grow_tenfold(
     records = [record(step, norms=norms) for step, norms in enumerate(rows)]
     [alert] = alerts_of(records, [rule("exploding_gradient")])
     assert (alert.step, alert.module_name) == (40, module)
+
+
+def test_a_layer_that_may_be_on_another_branch_is_named_after_a_full_step() -> None:
+    trunk, first, second = deep(4), nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.ModuleDict({"trunk": trunk, "first": first, "second": second})
+    optimizer, detector = SGD(model.parameters(), 1e-8), rule("exploding_gradient")
+    with capture_run(model, every_n_steps=20, rules=[detector]) as run:
+        for step in range(50):
+            points, classes = draw()
+            features = trunk(points)
+            error = nn.functional.cross_entropy(first(features), classes)
+            error = error * (1e6 if step >= 43 else 1.0)
+            (error + nn.functional.cross_entropy(second(features), classes)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    [alert] = run.alerts
+    assert (alert.step, alert.module_name) == (43, "first")
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,13 @@ def test_a_logarithm_of_zero_is_the_origin_unless_it_is_infinite_at_good_steps(
     assert (alert.step, alert.module_name) == (10, None if is_mask else "log")
 
 
+def test_infinity_before_nan_is_the_origin() -> None:
+    log = Applied(lambda self, x: x.abs().log())
+    model = Applied(lambda self, x: self.head(self.log(x)), log=log, head=nn.Linear(8, 3))
+    alert = first(10, model=model, batch=row_5(0.0, at=10))
+    assert (alert.step, alert.module_name) == (10, "log")
+
+
 def test_without_a_full_step_clipping_may_have_spread_nan_from_any_layer() -> None:
     def spoil_and_clip(model: nn.Module) -> None:
         if next(steps) == 13:
