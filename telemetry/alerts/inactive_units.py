@@ -212,8 +212,11 @@ def _silent_units(record: StepRecord) -> Sequence[tuple[Output, float, Marks]]:
     # Whether the share of zero gradients is at least the share of negative units.
     rows = np.arange(len(sizes)).repeat(sizes)
     share = np.bincount(rows, negative, minlength=len(sizes)) / np.maximum(sizes, 1)
-    cut_off = np.concatenate([zero_fraction_of(gradients.rows), [math.nan]])[places] >= share
+    no_gradients = np.concatenate([zero_fraction_of(gradients.rows), [math.nan]])[places]
+    cut_off = no_gradients >= share
     cut_off[:-1] &= ~two_sided[1:]
+    # An affine layer with gradients behind it, and none of its weights, gets zeros: no unit died.
+    is_idle &= ~(np.array([kind in AFFINE for kind in forward.types]) & (no_gradients < 1))
     of_owned = (zero & is_idle[rows]) | (negative & cut_off[rows])
     silent = np.where(np.array(forward.owned)[rows], of_owned, zero | _negligible(forward.rows))
     shares = (np.bincount(rows, silent, len(sizes)) / sizes).tolist()
