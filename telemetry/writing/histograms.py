@@ -100,10 +100,12 @@ def _starts(
     with np.errstate(all="ignore"):  # an empty range
         middle = (np.clip(left, low, high) + np.clip(right, low, high)) / 2
         of_range = np.nan_to_num((middle - low) / (high - low))
-        below = np.cumsum(rows.counts) - rows.counts / 2
-        below -= (below - rows.counts / 2)[first]
-        of_values = below / np.bincount(which, rows.counts, len(rows))[which]
-    places = np.minimum((of_values + of_range) * (BUCKETS / 2), BUCKETS - 1).astype(np.intp)
+        shares = rows.counts / np.bincount(which, rows.counts, len(rows))[which]
+        of_values = np.cumsum(shares) - shares / 2
+        of_values -= (of_values - shares / 2)[first]
+    # Rounded, since the error of the sum depends on the rows before.
+    places = np.round((of_values + of_range) * (BUCKETS / 2), 9)
+    places = np.minimum(places, BUCKETS - 1).astype(np.intp)
     keys = np.stack([which, places, rows.buckets == 0])
     begins = np.ones(len(which), np.bool_)
     begins[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)

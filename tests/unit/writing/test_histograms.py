@@ -81,7 +81,12 @@ def sketch_of(values: NDArray[np.float64], scale: float = 1.0) -> Sketch:
     return replace(sketch, counts=sketch.counts * scale)
 
 
+# A boundary of buckets that a sum over all rows moves by its rounding.
+AT_BOUNDARY = np.array([0.0] * 22 + [1.0, 1469370496.0, 0.015625])
+
+
 @pytest.mark.slow
+@example([(np.array([0.0]), 2.0**24 + 1), (AT_BOUNDARY, 10.58)])
 @given(st.lists(st.tuples(WIDE_VALUES, SAMPLED), max_size=5))
 def test_many_histograms_equal_those_of_each_tensor(
     tensors: list[tuple[NDArray[np.float64], float]],
