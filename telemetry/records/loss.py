@@ -59,7 +59,7 @@ class LossChoice:
 
     def __init__(self, given: str | None = None) -> None:
         self.tag = given  # None: no loss was logged up to now
-        self._settled = given is not None
+        self._given = self._settled = given is not None
         self.delay = 0
         self._chosen_at: int | None = None
         self._first_ended: int | None = None
@@ -117,5 +117,5 @@ class LossChoice:
     def restore(self, tag: object) -> None:
         """Restore the tag of a checkpoint, unless the user has named one."""
         self._chosen_at = self._first_ended = None
-        if isinstance(tag, str) and not self._settled:
+        if isinstance(tag, str) and not self._given:
             self.tag, self._settled = tag, True

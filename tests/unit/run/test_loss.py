@@ -209,3 +209,12 @@ def test_a_missing_loss_is_reported_after_fifty_steps(
     train(tmp_path, {}, steps=steps, options={"max_overhead": 0.5, "first_step": first})
     lines = [record for record in caplog.records if "logger.log(loss=loss)" in record.message]
     assert [line.levelname for line in lines] == ["WARNING"] * count
+
+
+def test_the_checkpoint_that_is_loaded_last_names_the_loss(tmp_path: Path) -> None:
+    states = [train(tmp_path / tag, {tag: 1.0}, steps=3) for tag in ("loss", "train_loss")]
+    model = nn.Linear(4, 1)
+    with HookLogger(model, tmp_path / "resumed") as logger:
+        for state in states:
+            logger.load_state_dict(state)
+        assert logger.state_dict()["loss"] == "train_loss"
