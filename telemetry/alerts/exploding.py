@@ -505,7 +505,7 @@ class Blame:
 
 
 class GrownGradients(NamedTuple):
-    """Growth of the layers' gradient norms at a step.
+    """Growth of the layers' gradient norms at a step: of most tenfold, or of a few hundredfold.
 
     The origin is known if the layers are of two groups, a decade apart. A single layer whose
     gradient grew far less than all others has the larger weights, which are no factor of it; so
@@ -513,7 +513,6 @@ class GrownGradients(NamedTuple):
     layers that grew: those behind it have their usual gradients.
     """
 
-    are_most: bool  # most have grown tenfold; else a few have grown hundredfold
     origin: Stretch | None = None
     by_weights: bool = False
     is_sure: bool = True  # a layer with its usual gradient may also be on another branch
@@ -539,14 +538,14 @@ def grown_gradients(layers: LayerNorms, step: int) -> GrownGradients | None:
     if 2 * np.count_nonzero(levels > shared.TENFOLD) > len(order) >= shared.SEVERAL:
         is_behind = count > 1 and low.min() > order[count:].max() and highest_low <= shared.TENFOLD
         if is_apart and is_behind:
-            return GrownGradients(True, last)
+            return GrownGradients(last)
         if not is_apart or count > min(shared.SEVERAL, len(order) // 2) or np.ptp(low) >= count:
-            return GrownGradients(True)
+            return GrownGradients()
         own = Stretch(layers.names[low.min()], layers.names[low.max()])
-        return GrownGradients(True, own, True, bool(highest_low > shared.TENFOLD / 2))
+        return GrownGradients(own, True, bool(highest_low > shared.TENFOLD / 2))
     are_few = 2 * count >= len(order) and highest_low <= shared.TENFOLD
     if is_apart and are_few and levels[count] > 2 * shared.TENFOLD:
-        return GrownGradients(False, last)
+        return GrownGradients(last)
     return None
 
 
