@@ -117,7 +117,9 @@ class LearningRates:
         return _rates(self._rates) if self._is_drawn else ()
 
     def _changes(self, record: StepRecord) -> bool:
-        return bool(record.learning_rates) and record.learning_rates != self._rates
+        now, before = record.learning_rates, self._rates
+        # NaN equals NaN here.
+        return bool(now) and now != before and not np.array_equal(now, before, equal_nan=True)
 
 
 def _rates(rates: Sequence[float]) -> list[tuple[str, float]]:

@@ -93,6 +93,11 @@ def test_a_rate_has_a_point_at_full_steps_and_wherever_it_changes(
     assert curve(tmp_path) == expected
 
 
+def test_a_rate_that_stays_nan_has_no_further_points(tmp_path: Path) -> None:
+    train(tmp_path, lambda step: 0.1 if step < 150 else float("nan"), steps=range(210))
+    assert [step for step, _ in curve(tmp_path)] == [0, 100, 149, 150, 200]
+
+
 def test_a_resumed_run_continues_its_curves(tmp_path: Path) -> None:
     train(tmp_path, jump, steps=range(150))
     train(tmp_path, jump, steps=range(150, 310), first_step=150)
