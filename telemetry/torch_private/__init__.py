@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
-import torch._utils
 from torch import Tensor, overrides
 from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
