@@ -78,26 +78,27 @@ function moveAlert(page, direction) {
 /** Goes to an alert: its layer is selected; its statistic and the steps around it are shown. */
 export function chooseAlert(page, alert) {
   const panel = page.panels.find((known) => known.alerts.includes(alert));
-  const layer = panel.overview.layers[alert.layer];
-  const isKnown = panel.overview.statistics.some(({ name }) => name === alert.statistic);
+  const { layers, statistics } = panel.overview;
+  const layer = layers[alert.layer];
+  const isKnown = statistics.some(({ name }) => name === alert.statistic);
   page.update({
     of: panel.name === page.state.other,
     alert: keyOfAlert(alert),
     onsets: null,
-    zoom: null,
-    ...(isKnown ? { statistic: alert.statistic } : {}),
+    side: true,
+    ...(isKnown && { statistic: alert.statistic }),
+    ...(layer && { layer: layer.name }),
   });
   if (layer && rowOfLayer(page.rows(panel), alert.layer) < 0) {
     page.update({ search: "", folded: new Set(), all: true });
   }
-  select(page, layer ? layer.name : page.state.layer, alert.step);
   goTo(page, alert.step);
   page.scrollToTop();
 }
 
 export function goTo(page, step) {
-  zoomTo(page, aroundStep(step, page.whole(), page.current.steps(page.statistic)));
-  page.update({ step });
+  const whole = page.whole();
+  page.update({ step, zoom: limit(aroundStep(step, whole, page.current.steps(page.statistic)), whole) });
 }
 
 export function listOnsets(page) {

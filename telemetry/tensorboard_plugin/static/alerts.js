@@ -18,7 +18,7 @@ export function Side({ page }) {
       ${alert && html`<div class="alert ${alert.severity}"><${AlertText} alert=${alert} run=${run} /></div>`}
     </section>
     ${step !== null && html`<${Onsets} page=${page} step=${step} />`}
-    ${page.detailed && html`<${Detail} page=${page} />`}
+    ${page.current.indexOf(page.state.layer) >= 0 && html`<${Detail} page=${page} />`}
     <${Hparams} page=${page} />
     <${AlertList} page=${page} />
   `;
@@ -48,7 +48,7 @@ const MOST = 8;
 function Onsets({ page, step }) {
   const { name: run, round } = page.current;
   const answer = useAnswer(`${run}\n${step}`, round, () => page.source.onsets(run, step));
-  if (!answer || answer.isUnknown) return null;
+  if (!answer) return null; // a report knows those at alerts
   const onsets = answer.onsets?.filter(({ name }) => page.current.indexOf(name) >= 0) ?? [];
   const item = ({ name, step: at, factor }) => html`<li>
     <button onclick=${() => select(page, name, at)}>

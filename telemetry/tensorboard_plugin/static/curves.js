@@ -6,7 +6,7 @@ import { columnAt, curveAt } from "./field.js";
 import { clamp, formatNumber, formatStep } from "./format.js";
 import { AXIS_HEIGHT, heightOf, TOP } from "./heatmap.js";
 import { rowsByLayer } from "./rows.js";
-import { INFINITE_COLORS, NAN_COLORS, placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
+import { INFINITE_COLORS, NAN_COLORS, placesOn, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const STRIP_HEIGHT = 72;
 const GIB = 2 ** 30;
@@ -121,7 +121,8 @@ export function drawProfile(canvas, shown, step) {
   drawAxis(context, theme, box, scale, field.steps[column]);
   if (!field.steps.length) return null;
   const rowHeight = box.height / (view.row1 - view.row0);
-  const xOf = (value) => box.x + placeOf(scale, value) * box.width;
+  const placeOf = placesOn(scale);
+  const xOf = (value) => box.x + placeOf(value) * box.width;
   const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
   const valueOf = (row) => rowValues[column * rows.length + row];
   clip(context, 0, box.y - 1, width, box.height + 2);

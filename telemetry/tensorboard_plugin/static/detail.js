@@ -25,7 +25,7 @@ async function readLayer(source, panel, panels, layer) {
 }
 
 export function Detail({ page }) {
-  const { statistic, state, theme, detailed: panel, panels, source } = page;
+  const { statistic, state, theme, current: panel, panels, source } = page;
   const layer = panel.overview.layers[panel.indexOf(state.layer)];
   const key = [panel.name, ...panels.map(({ name }) => name), layer.name].join("\n");
   const data = useAnswer(key, panel.round, () => readLayer(source, panel, panels, layer.name), DELAY_MS);

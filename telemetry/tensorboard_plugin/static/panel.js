@@ -204,7 +204,7 @@ function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
     estimated && "Counts of zeros and of values that are not finite, and kurtosis, are those of samples.",
     isPartial && `${(100 * trainedShare).toFixed(1)} % of the parameters are in layers that train.`,
     behind.length && `Reduced: each cell is the largest of ${behind.map((pair) => pair.join(" ")).join(" × ")}.`,
-    isThinned(field) && !field.isAll && "Zoom in to see all.",
+    isThinned(field) && page.source.isLive && "Zoom in to see all.",
     error && `The part in view could not be read: ${error.message}.`,
     !isMeasured && `${statistic.title}: not measured for any layer of this run.`,
   ]

@@ -125,7 +125,7 @@ export class Run {
   /** The field to draw in a view: of a reduced one, the full part once it is loaded. */
   fieldIn(view, statistic, isZoomed, rows) {
     const whole = (this.lastField = this.field(statistic));
-    if (!isZoomed || !isThinned(whole) || whole.isAll) return whole;
+    if (!isZoomed || !isThinned(whole) || !this.source.isLive) return whole;
     const query = partOf(view, rows);
     const key = [this.round, statistic.name, ...Object.values(query)].join(" ");
     if (key !== this.part.key) this.#readPart({ key }, statistic, query);

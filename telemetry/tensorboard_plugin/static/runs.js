@@ -78,14 +78,17 @@ export function RunTable({ page }) {
 }
 
 /** The runs of a report, the best first, with the curves of their losses. */
-export function Comparison({ page, runs }) {
+export function Comparison({ page }) {
   const [order, setOrder] = useState({ by: "Best loss", isReversed: false });
+  const { runs, state: { checked } } = page;
   const columns = columnsOf(runs).filter(({ isHidden }) => !isHidden);
-  const drawn = runs.filter(({ name }) => page.state.checked.has(name));
-  const choose = ({ name }) => page.update({ run: name, layer: null, step: null, zoom: null });
-  return html`<${RunCurves} page=${page} runs=${drawn.length ? drawn : runs} isOpen isOfLoss />
+  const drawn = runs.filter(({ name }) => checked.has(name));
+  const choose = ({ name }) => page.update({ run: name, layer: null, step: null });
+  return html`<section class="comparison" aria-label="Comparison">
+    <${RunCurves} page=${page} runs=${drawn.length ? drawn : runs} isOpen isOfLoss />
     <${Table} page=${page} runs=${sorted(columns, runs, order)} columns=${columns}
-      order=${order} onSort=${setOrder} onChoose=${choose} />`;
+      order=${order} onSort=${setOrder} onChoose=${choose} />
+  </section>`;
 }
 
 function Table({ page, runs, columns, order, onSort, onChoose }) {
