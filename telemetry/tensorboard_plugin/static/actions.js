@@ -4,7 +4,7 @@
 import { clamp } from "./format.js";
 import { columnAt } from "./field.js";
 import { groupsAtDepth, rowOfLayer } from "./rows.js";
-import { keyOfAlert } from "./state.js";
+import { keyOfAlert, toggled } from "./state.js";
 import { aroundStep, limit, reveal, scaleView } from "./view.js";
 
 export const zoomTo = (page, view) => page.update({ zoom: limit(view, page.whole()) });
@@ -115,7 +115,7 @@ function zoomAtSelection(page, factor) {
 }
 
 export function toggleFold(page, name) {
-  page.update({ folded: page.state.folded.symmetricDifference(new Set([name])), zoom: null });
+  page.update({ folded: toggled(page.state.folded, name), zoom: null });
 }
 
 /** Folds all groups at a depth, 1 being the outermost; 0: none. */

@@ -90,16 +90,11 @@ export function curvesOfLayers({ panel, rows, view, theme, selection, alerts, fi
   return curves.filter(({ steps }) => steps.length).map((curve, i) => ({ ...curve, ...styleOf(theme, i) }));
 }
 
-export function drawLayerCurves(canvas, shown, hovered) {
+/** Options of the chart of these curves; two runs have one axis. */
+export function chartOf(shown) {
   const { curves, spare, scale, statistic, compared } = shown;
-  return drawChart(canvas, {
-    ...frameOf(shown),
-    height: clamp(spare - 40, ...HEIGHTS),
-    curves: curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve)),
-    fit: compared?.curves ?? [],
-    ...axisOf(statistic, scale),
-    hasSteps: true,
-  });
+  const options = { height: clamp(spare - 40, ...HEIGHTS), fit: compared?.curves ?? [], hasSteps: true };
+  return { ...frameOf(shown), ...options, ...axisOf(statistic, scale), curves };
 }
 
 // --- the profile: the statistic over the depth at one step, next to the picture, with the range of each row

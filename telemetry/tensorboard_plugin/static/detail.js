@@ -5,7 +5,7 @@ import { axisOf, drawChart, styleOf } from "./chart.js";
 import { drawHistogram, drawUnits, quantilesOf, unitsText, zeroText } from "./distribution.js";
 import { columnAt } from "./field.js";
 import { alertTitle, capital, clamp, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
-import { CurveLegend, Dialog, DropDown, Letter, Plot, useAnswer } from "./parts.js";
+import { Curves, Dialog, DropDown, Letter, Plot, useAnswer } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { makeScale } from "./scale.js";
@@ -40,7 +40,7 @@ export function Detail({ page }) {
     ${data?.histograms?.length > 0 && html`<${Histograms} ...${shown} />`}
     ${data?.images?.map((picture) => html`<${Pictures} ...${shown} ...${picture} key=${picture.tag} />`)}
     ${data?.units?.count > 0 && html`<${Units} ...${shown} />`}
-    ${groups.some(Boolean) && html`<${Curves} ...${shown} /><${Statistics} ...${shown} />`}
+    ${groups.some(Boolean) && html`<${Course} ...${shown} /><${Statistics} ...${shown} />`}
   </section>`;
 }
 
@@ -128,7 +128,7 @@ function Spark({ curves, theme, step: cursor, ...options }) {
   return html`<canvas ref=${node} />`;
 }
 
-function Curves({ page, groups, statistic, theme, view, step, layer, panel }) {
+function Course({ page, groups, statistic, theme, view, step, layer, panel }) {
   const named = groups.map((group, i) => [page.panels[i].name, group?.statistics.get(statistic.name)]);
   if (!named.some(([, curve]) => curve)) {
     return html`<p class="muted">${statistic.title}: not measured for this layer.</p>`;
@@ -148,9 +148,7 @@ function Curves({ page, groups, statistic, theme, view, step, layer, panel }) {
   const options = { curves, view, theme, height: 150, ...axis, cursor: step, marks, resumed: panel.overview.resumed, hasSteps: true };
   return html`<div>
     <h3>${title}</h3>
-    <${Plot} class="curve" draw=${(canvas, width) => drawChart(canvas, { ...options, width })} aria-label=${title}
-      onPick=${pickStep(page)} />
-    ${curves.length > 1 && html`<${CurveLegend} curves=${curves} />`}
+    <${Curves} title=${title} onPick=${pickStep(page)} hasLegend=${curves.length > 1} ...${options} />
   </div>`;
 }
 

@@ -1,7 +1,7 @@
 // Pieces that several parts of the page use: plots with a crosshair, the tooltip, lists, dialogs.
 
 import { isInside, stepAt, xOf } from "./canvas.js";
-import { sampleOf } from "./chart.js";
+import { drawChart, sampleOf } from "./chart.js";
 import { clamp, formatStep } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./preact.js";
 
@@ -18,14 +18,15 @@ export function point(at) {
   for (const follow of followers) follow(at);
 }
 
-/** Within a component: that; the component is drawn again when it changes. */
-export function usePointed() {
-  const [at, follow] = useState(pointed);
+/** Within a component: that, or the part of it that a function selects; when it changes, the component is drawn again. */
+export function usePointed(select = (at) => at) {
+  const [selected, setSelected] = useState(() => select(pointed));
   useLayoutEffect(() => {
+    const follow = (at) => setSelected(select(at));
     followers.add(follow);
     return () => followers.delete(follow);
-  }, []);
-  return at;
+  });
+  return selected;
 }
 
 addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
@@ -104,6 +105,18 @@ export function Plot({ draw, onPick, ...attributes }) {
     <canvas ref=${canvas} ...${{ role: "img", ...attributes, onpointermove, onpointerleave, onclick }} />
     <i class="hair" ref=${stepHair} /><i class="hair row" ref=${rowHair} />
   </div>`;
+}
+
+/**
+ * Curves over steps, and their legend; the one that is under the pointer somewhere is thick.
+ * @param {Object} props options of `drawChart`; `labelAt(at)`: the label of the curve of what is under the pointer
+ */
+export function Curves({ title, class: style, labelAt = () => null, onPick, hasLegend = true, ...options }) {
+  const label = usePointed((at) => at && labelAt(at));
+  const curves = options.curves.map((curve) => (curve.label === label ? { ...curve, width: 3 } : curve));
+  const draw = (canvas, width) => drawChart(canvas, { width, ...options, curves });
+  return html`<${Plot} class=${style} draw=${draw} aria-label=${title} onPick=${onPick} />
+    ${hasLegend && html`<${CurveLegend} curves=${curves} />`}`;
 }
 
 const MARGIN = 6;

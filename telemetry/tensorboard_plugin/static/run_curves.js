@@ -1,9 +1,9 @@
 // One statistic of a layer, or the loss, in many runs: below the table of runs, and in a report.
 
-import { drawChart, isLog, styleOf } from "./chart.js";
+import { isLog, styleOf } from "./chart.js";
 import { aligned } from "./field.js";
-import { CurveLegend, DropDown, Plot, useAnswer, usePointed } from "./parts.js";
-import { html, useMemo, useRef, useState } from "./preact.js";
+import { Curves, DropDown, useAnswer } from "./parts.js";
+import { html, useRef, useState } from "./preact.js";
 
 const MOST = 20; // distinguishable curves
 const AT_ONCE = 20; // runs that are read
@@ -34,6 +34,8 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const curves = styled.map((curve) => smoothed(curve, smoothing ?? 0));
   const drawn = found ? lines.reduce((sum, { count }) => sum + count, 0) : runs.length;
   const count = drawn < runs.length ? `${drawn} of ${runs.length}` : runs.length;
+  const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
+  const options = { curves, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
   const title = `${isOfLayer ? layerTitle : "Loss"} of ${count} run${runs.length === 1 ? "" : "s"}`;
   return html`<details class="below-runs run-curves" open=${isShown} ontoggle=${({ target }) => setToggled(target.open)}>
     <summary>${title}</summary>
@@ -45,20 +47,9 @@ export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
       ${hasSeeds && html`<label><input type="checkbox" checked=${seeds}
         onchange=${({ target }) => page.update({ seeds: target.checked })} />Group by seed (mean, and range as a band)</label>`}
     </p>
-    ${found && html`<${Chart} ...${{ curves, theme, title }} />`}
-    ${found && (curves.length ? html`<${CurveLegend} curves=${curves} />` : "Not measured in these runs.")}
+    ${found && html`<${Curves} title=${title} labelAt=${({ run }) => run} ...${options} />`}
+    ${found && !curves.length && "Not measured in these runs."}
   </details>`;
-}
-
-function Chart({ curves, theme, title }) {
-  const hovered = usePointed()?.run;
-  const draw = useMemo(() => {
-    const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
-    const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
-    const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
-    return (canvas, width) => drawChart(canvas, { ...options, width });
-  }, [curves, hovered]);
-  return html`<${Plot} draw=${draw} aria-label=${title} />`;
 }
 
 /** A number for each name: the one that it has, or the lowest free one. */

@@ -1,57 +1,43 @@
 // The list of runs: in a dialog with filters, columns, and which runs are drawn together; and in a report.
 
 import { capital, faultText, formatNumber, formatStep } from "./format.js";
-import { Parallel } from "./parallel.js";
 import { Dialog, point, usePointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { RunCurves } from "./run_curves.js";
+import { toggled } from "./state.js";
 
-// Names of metrics that are measured on other data than those of training.
-const VALIDATION = /(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)/i;
 const collator = new Intl.Collator("en", { numeric: true });
 
 export function RunTable({ page }) {
-  const { table: which, filter, checked: picked, columns: choices } = page.state;
+  const { runs, state: { table: which, filter, checked: picked, columns: unusual } } = page;
   const [order, setOrder] = useState({ by: "Started", isReversed: false });
-  const [search, scroll] = [useRef(), useRef()];
+  const search = useRef();
   useLayoutEffect(() => search.current.focus(), []);
-  const { runs } = page;
   const columns = columnsOf(runs);
   const offered = which === "run" ? runs : runs.filter(({ name }) => name !== page.state.run);
-  const accepts = matcher(filter, columns);
-  const matching = offered.filter(accepts);
+  const matching = offered.filter(matcher(filter, columns));
   const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
-  const isShown = (column) =>
-    choices.has(`+${column.title}`) || (!choices.has(`-${column.title}`) && !column.isHidden && isFilled(column));
-  const visible = columns.filter(isShown);
-  const placeOf = ({ group, title }) => ["hparam", "loss", "metric"].indexOf(group) + VALIDATION.test(title);
-  const axes = visible.filter(({ group }) => group).sort((a, b) => placeOf(a) - placeOf(b));
+  const isShown = ({ title, isHidden = false }) => unusual.has(title) === isHidden;
+  const visible = columns.filter((column) => isShown(column) && isFilled(column));
   const shown = sorted(columns, matching, order);
   const drawn = runs.filter(({ name }) => picked.has(name));
   const checked = drawn.map(({ name }) => name);
 
   const leave = () => page.update({ table: "", filter: "" });
   const choose = ({ name }) => {
-    const all = which === "run" ? { run: name, layer: null, step: null } : { other: name };
-    page.update({ table: "", filter: "", zoom: null, ...all });
-  };
-  const showColumn = (title, isOn) => {
-    const others = [...choices].filter((choice) => choice.slice(1) !== title);
-    page.update({ columns: new Set([...others, (isOn ? "+" : "-") + title]) });
+    const chosen = which === "run" ? { run: name, layer: null, step: null } : { other: name };
+    page.update({ table: "", filter: "", ...chosen });
   };
   const onkeydown = (event) => {
     if (event.key !== "Enter" || shown.length !== 1) return;
     event.preventDefault(); // else it also presses the button that gets the focus back
     choose(shown[0]);
   };
-  const brush = (...range) => {
-    scroll.current.style.minHeight = `${scroll.current.getBoundingClientRect().height}px`; // else a shorter table moves the chart
-    page.update({ filter: withRange(filter, ...range) });
-  };
   const { length } = offered;
   const count = shown.length === length ? `${length} run${length === 1 ? "" : "s"}` : `${shown.length || "none"} of ${length} runs`;
   const choice = (column) => html`<label>
-    <input type="checkbox" checked=${isShown(column)} onchange=${({ target }) => showColumn(column.title, target.checked)} />
+    <input type="checkbox" checked=${isShown(column)}
+      onchange=${() => page.update({ columns: toggled(unusual, column.title) })} />
     ${column.title}</label>`;
   return html`<${Dialog} class="runs" aria-labelledby="runs-title" onClose=${leave}>
     <header>
@@ -67,13 +53,10 @@ export function RunTable({ page }) {
       <details class="menu"><summary>Columns</summary><div class="columns">${columns.map(choice)}</div></details>
       <button onclick=${leave}>Close</button>
     </header>
-    <div class="runs-scroll" tabindex="0" role="region" aria-label="Runs" ref=${scroll}>
+    <div class="runs-scroll" tabindex="0" role="region" aria-label="Runs">
       <${Table} page=${page} runs=${shown} columns=${visible} order=${order} onSort=${setOrder} onChoose=${choose} />
     </div>
-    <${RowMark} scroll=${scroll} />
     <${RunCurves} page=${page} runs=${drawn.length ? drawn : shown} isOpen=${drawn.length > 0} />
-    ${axes.length > 1 && length > 1 &&
-    html`<${Parallel} ...${{ runs: offered, columns: axes, accepts, theme: page.theme }} onBrush=${brush} />`}
   <//>`;
 }
 
@@ -92,8 +75,6 @@ export function Comparison({ page }) {
 }
 
 function Table({ page, runs, columns, order, onSort, onChoose }) {
-  const { checked, table } = page.state;
-  const current = page.state[table];
   const head = ({ title, isNumber }) => {
     const isSorted = title === order.by;
     const sort = () => onSort({ by: title, isReversed: isSorted && !order.isReversed });
@@ -102,29 +83,27 @@ function Table({ page, runs, columns, order, onSort, onChoose }) {
       <button onclick=${sort}>${title}</button>
     </th>`;
   };
-  const row = (run) => html`<tr key=${run.name} data-name=${run.name} class=${run.name === current ? "chosen" : ""}
-    onclick=${() => onChoose(run)} onpointerenter=${() => point({ run: run.name })} onpointerleave=${() => point(null)}>
-    <td><span class="run-cell">
-      <input type="checkbox" aria-label="Draw ${run.name}" checked=${checked.has(run.name)}
-        onclick=${(event) => event.stopPropagation() /* else the row is chosen */}
-        onchange=${() => page.update({ checked: checked.symmetricDifference(new Set([run.name])) })} />
-      <button class="link run-link" aria-current=${run.name === current ? "true" : null}>${run.name}</button>
-    </span></td>
-    ${columns.map(({ show, isNumber }) => html`<td class=${isNumber ? "number" : ""}>${show(run)}</td>`)}
-  </tr>`;
   return html`<table>
     <thead><tr>${[{ title: "Run" }, ...columns].map(head)}</tr></thead>
-    <tbody>${runs.map(row)}</tbody>
+    <tbody>${runs.map((run) => html`<${Row} key=${run.name} ...${{ page, run, columns, onChoose }} />`)}</tbody>
   </table>`;
 }
 
-/** Marks the row of the run whose curve is under the pointer. */
-function RowMark({ scroll }) {
-  const name = usePointed()?.run;
-  useLayoutEffect(() => {
-    for (const row of scroll.current.querySelectorAll("tbody tr")) row.classList.toggle("hovered", row.dataset.name === name);
-  });
-  return null;
+function Row({ page, run, columns, onChoose }) {
+  const { name } = run;
+  const { checked, table } = page.state;
+  const isChosen = name === page.state[table];
+  const isHovered = usePointed((at) => at?.run === name); // perhaps its curve
+  return html`<tr class=${isChosen ? "chosen" : isHovered ? "hovered" : ""} onclick=${() => onChoose(run)}
+    onpointerenter=${() => point({ run: name })} onpointerleave=${() => point(null)}>
+    <td><span class="run-cell">
+      <input type="checkbox" aria-label="Draw ${name}" checked=${checked.has(name)}
+        onclick=${(event) => event.stopPropagation() /* else the row is chosen */}
+        onchange=${() => page.update({ checked: toggled(checked, name) })} />
+      <button class="link run-link" aria-current=${isChosen ? "true" : null}>${name}</button>
+    </span></td>
+    ${columns.map(({ show, isNumber }) => html`<td class=${isNumber ? "number" : ""}>${show(run)}</td>`)}
+  </tr>`;
 }
 
 /** In the order of a column; runs without a value come last. */
@@ -150,7 +129,7 @@ const TOLERANCE = 1e-6; // of two numbers that read the same
 
 /**
  * A column has a `title`; `key(run)`, the value to sort and filter by; `show(run)`, the content of a cell. It may
- * be of a `group`, `hparam`, `loss` or `metric`, be a number, `isNumber`, or hidden unless the user chooses otherwise.
+ * be a number, `isNumber`, or hidden unless the user chooses otherwise.
  * @typedef {Object} Column
  */
 
@@ -158,8 +137,8 @@ const BASE = [
   { title: "Status", key: (run) => run.status, show: statusOf },
   { title: "Started", key: (run) => -run.started /* the newest first */, show: (run) => ago(run.started) },
   number("Last step", (run) => run.lastStep, formatStep),
-  { ...number("Last loss", (run) => run.loss && Number(run.loss.last)), group: "loss" }, // NaN comes as a text
-  { ...number("Best loss", (run) => run.loss && Number(run.loss.best)), group: "loss" },
+  number("Last loss", (run) => run.loss && Number(run.loss.last)), // NaN comes as a text
+  number("Best loss", (run) => run.loss && Number(run.loss.best)),
   {
     title: "Worst alert",
     key: (run) => run.alert?.kind,
@@ -169,10 +148,9 @@ const BASE = [
   { title: "First difference from the first run", key: (run) => run.difference, show: (run) => run.difference }, // in a report
 ];
 
-export function columnsOf(runs) {
+function columnsOf(runs) {
   const metrics = namesIn(runs, "metrics").map((name, _, { length }) => ({
     ...number(name, (run) => run.metrics[name] && Number(run.metrics[name])),
-    group: "metric",
     isHidden: length > MOST_METRICS,
   }));
   const described = runs.filter(({ hparams }) => Object.keys(hparams).length);
@@ -182,7 +160,6 @@ export function columnsOf(runs) {
       title: name,
       key,
       show: (run) => hparamText(key(run)),
-      group: "hparam",
       isNumber: runs.every((run) => typeof (key(run) ?? 0) === "number"),
       isHidden: new Set(described.map((run) => String(key(run)))).size < 2, // they do not differ in it
     };
@@ -195,7 +172,7 @@ export function columnsOf(runs) {
  * are numbers; other terms are parts of its name, status, alert or hyperparameters.
  * @returns {(run: Object) => boolean}
  */
-export function matcher(text, columns) {
+function matcher(text, columns) {
   const named = (name) => columns.find(({ title }) => nameOf(title) === nameOf(name));
   const tests = text.split(/\s+/).filter(Boolean).map((term) => {
     const [, name, operator, wanted] = TERM.exec(term) ?? [];
@@ -209,14 +186,6 @@ export function matcher(text, columns) {
 /** A title or value as a filter has it, without spaces. */
 function nameOf(text) {
   return String(text).toLowerCase().replaceAll(" ", "_");
-}
-
-/** A filter with another range of a column; ends that are undefined are open. */
-function withRange(filter, title, low, high) {
-  const isEnd = (term) => [`${nameOf(title)}>=`, `${nameOf(title)}<=`].some((start) => nameOf(term).startsWith(start));
-  const others = filter.split(/\s+/).filter((term) => term && !isEnd(term));
-  const ends = [[">=", low], ["<=", high]].filter(([, value]) => value !== undefined);
-  return [...others, ...ends.map(([operator, value]) => nameOf(title) + operator + nameOf(value))].join(" ");
 }
 
 function compare(value, operator, wanted) {
@@ -237,7 +206,7 @@ function searched(run) {
   return [run.name, run.status, alert, ...hparams].join(" ").toLowerCase();
 }
 
-export function isMissing(value) {
+function isMissing(value) {
   return value == null || value !== value;
 }
 

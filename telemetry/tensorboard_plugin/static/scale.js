@@ -47,7 +47,7 @@ export function palette(diverging, missing) {
   return colors;
 }
 
-export function cssColor(diverging, place) {
+function cssColor(diverging, place) {
   const [red, green, blue] = mix(diverging ? DIVERGING : SEQUENTIAL, place);
   return `rgb(${red} ${green} ${blue})`;
 }

@@ -248,19 +248,6 @@ def test_a_cell_outside_of_the_zoom_is_not_marked(page: TelemetryPage) -> None:
     assert is_marked()
 
 
-def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage) -> None:
-    page.open(run="nan")
-    page.locator("button[data-key=Run]").click()
-    page.table()
-    page.locator(".parallel summary").click()
-    chart = page.locator(".parallel .axes")
-    place = (chart.get_attribute("aria-label") or "").partition(" of ")[0].split(", ").index("lr")
-    assert place > 0
-    for end in (0, 1):  # both rates, at the ends of the axis
-        assert chart.locator(f".points[d*='M{place} {end}h0']").count()
-    page.keys("Escape")
-
-
 def test_runs_that_differ_in_the_seed_are_one_curve_however_many_there_are(
     page: TelemetryPage,
 ) -> None:
