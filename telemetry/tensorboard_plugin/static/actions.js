@@ -47,24 +47,16 @@ export function close(page) {
   page.focusPicture();
 }
 
-export function moveStep(page, count) {
-  const panel = page.current;
-  const steps = panel.steps(page.statistic);
-  const [row] = page.rows(panel);
-  if (!steps.length || !row) return;
-  const { layer, step } = page.state;
-  const column = step === null ? steps.length - 1 : Math.max(columnAt(steps, step), 0) + count;
-  select(page, layer ?? panel.overview.layers[row.layers[0]].name, steps[clamp(column, 0, steps.length - 1)]);
-}
-
-function moveLayer(page, count) {
-  const panel = page.current;
-  const rows = page.rows(panel);
-  if (!rows.length) return;
-  const { layer, step } = page.state;
-  const before = layer === null ? (count > 0 ? -1 : 0) : rowOfLayer(rows, panel.indexOf(layer));
-  const { layers } = rows[clamp(before + count, 0, rows.length - 1)];
-  select(page, panel.overview.layers[layers[0]].name, step ?? panel.overview.lastStep);
+/** Moves the selection by measured steps and by rows; without one, it begins at the last step and the first row. */
+export function move(page, byStep, byRow = 0) {
+  const { current: panel, state: { layer, step } } = page;
+  const [rows, steps] = [page.rows(panel), panel.steps(page.statistic)];
+  if (!rows.length || !steps.length) return;
+  const before = rowOfLayer(rows, panel.indexOf(layer));
+  const [first] = rows[clamp(before + byRow, 0, rows.length - 1)].layers;
+  const name = byRow || before < 0 ? panel.overview.layers[first].name : layer;
+  const column = clamp(columnAt(steps, step ?? Infinity) + byStep, 0, steps.length - 1);
+  select(page, name, byStep ? steps[column] : (step ?? panel.overview.lastStep));
 }
 
 function moveAlert(page, direction) {
@@ -135,19 +127,17 @@ function foldSelection(page) {
 }
 
 const FAR = 10;
-const SCROLLS = /^(Page|Arrow|Home|End)/;
-const SCROLLS_LIVE = /^Page/; // a report is long
 
 // What a key does, `by` one or with Shift ten.
 const KEYS = {
-  ArrowLeft: (page, by) => moveStep(page, -by),
-  ArrowRight: (page, by) => moveStep(page, by),
-  ArrowUp: (page, by) => moveLayer(page, -by),
-  ArrowDown: (page, by) => moveLayer(page, by),
-  PageUp: (page) => moveLayer(page, -FAR),
-  PageDown: (page) => moveLayer(page, FAR),
-  Home: (page) => moveStep(page, -Infinity),
-  End: (page) => moveStep(page, Infinity),
+  ArrowLeft: (page, by) => move(page, -by),
+  ArrowRight: (page, by) => move(page, by),
+  ArrowUp: (page, by) => move(page, 0, -by),
+  ArrowDown: (page, by) => move(page, 0, by),
+  PageUp: (page) => move(page, 0, -FAR),
+  PageDown: (page) => move(page, 0, FAR),
+  Home: (page) => move(page, -Infinity),
+  End: (page) => move(page, Infinity),
   f: foldSelection,
   w: listOnsets,
   "+": (page) => zoomAtSelection(page, 0.5),
@@ -165,14 +155,13 @@ export const KEY_HELP =
   "Keys: arrows move (with Shift by ten), + and − zoom, 0 shows everything, n and p go to the next " +
   "and previous alert, f folds the group, / filters layers, r lists the runs, w lists the layers that changed first, Esc closes.";
 
-/** Listens everywhere but in fields and dialogs; to keys that scroll only in the picture. They act on its run. */
+/** Listens everywhere but in fields and dialogs; to Page Up and Down only in the picture. Keys act on its run. */
 export function watchKeys(page) {
-  const scrolling = page.source.isLive ? SCROLLS_LIVE : SCROLLS;
   document.addEventListener("keydown", (event) => {
     const { key, target } = event;
     if (!Object.hasOwn(KEYS, key) || event.ctrlKey || event.metaKey || event.altKey) return;
     if (page.message || !page.panels.length || document.querySelector("dialog[open]")) return;
-    if (target.closest("input, select") || (scrolling.test(key) && !target.closest(".heatmap"))) return;
+    if (target.closest("input, select") || (key.startsWith("Page") && !target.closest(".heatmap"))) return;
     event.preventDefault();
     const { run } = target.closest(".panel")?.dataset ?? {};
     if (run !== undefined) page.update({ of: run === page.state.other });

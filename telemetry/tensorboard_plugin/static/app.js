@@ -1,8 +1,7 @@
 // The page: where it begins, its state, its runs, and what is drawn of them.
 
 import { KEY_HELP, watchKeys } from "./actions.js";
-import { Side } from "./alerts.js";
-import { columnAt, valueAt } from "./field.js";
+import { columnAt, endOf, valueAt } from "./field.js";
 import { alertAloud, formatValue } from "./format.js";
 import { followTheme, onNavigation, onReload, readLink, writeLink } from "./host.js";
 import { Picture } from "./panel.js";
@@ -11,6 +10,7 @@ import { html, render as renderInto } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { Run } from "./run.js";
 import { Comparison, RunTable } from "./runs.js";
+import { Side } from "./side.js";
 import { EmbeddedSource, ServerSource } from "./source.js";
 import { fromLink, isEntry, keyOfAlert, toLink } from "./state.js";
 import { Toolbar } from "./toolbar.js";
@@ -198,7 +198,8 @@ class Page {
 
   whole() {
     const rowCount = Math.max(...this.panels.map((panel) => this.rows(panel).length));
-    return wholeView(this.panels.map((panel) => panel.extent(this.statistic)), rowCount);
+    const measured = this.panels.map((panel) => panel.steps(this.statistic)).filter(({ length }) => length);
+    return wholeView(measured.map((steps) => [steps[0], endOf(steps)]), rowCount);
   }
 
   view() {

@@ -55,10 +55,8 @@ export function contentsOf(page) {
     };
     return { ...content, curves: curvesOfLayers(content) };
   });
-  const [first, second] = contents;
-  if (second) [first.compared, second.compared] = [second, first];
-  const size = sizeOf(page, contents);
-  return contents.map((content) => Object.assign(content, size));
+  const common = { ...sizeOf(page, contents), fit: contents.flatMap(({ curves }) => curves) };
+  return contents.map((content) => ({ ...content, ...common }));
 }
 
 function sizeOf(page, contents) {

@@ -1,6 +1,6 @@
 // One run: its data, how its layers are grouped into rows, and the values that are drawn of them.
 
-import { append, endOf, firstNonfinite, isThinned, measuredLayers, relativeToRun, relativeValues } from "./field.js";
+import { append, firstNonfinite, isThinned, measuredLayers, relativeToRun, relativeValues } from "./field.js";
 import { groupByPath, groupByRole, isUntrained, makeRows } from "./rows.js";
 import { memo } from "./state.js";
 
@@ -95,12 +95,6 @@ export class Run {
   /** The steps of a statistic; while it loads, those of the one before. */
   steps(statistic) {
     return (this.field(statistic) ?? this.lastField)?.steps ?? [];
-  }
-
-  /** Steps from the first to the end of the last column; null without any. */
-  extent(statistic) {
-    const steps = this.steps(statistic);
-    return steps.length ? [steps[0], endOf(steps)] : null;
   }
 
   firstNonfinite(statistic) {

@@ -114,7 +114,7 @@ export class EmbeddedSource extends Source {
 }
 
 /** Header and arrays of an answer that `payloads.pack` made, by name. */
-export function unpack(buffer) {
+function unpack(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const arrays = Object.entries(header.arrays).map(([name, { type, shape, offset }]) => {

@@ -453,7 +453,7 @@ def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path:
         page.locator("summary:has-text('Save')").click()
         files[kind] = (tmp_path / kind).read_bytes()
     assert files["png"].startswith(b"\x89PNG")
-    assert int.from_bytes(files["png"][16:20], "big") > 1200  # pixels: two for each of the screen's
+    assert int.from_bytes(files["png"][16:20], "big") > 900
     head, *rows = files["csv"].decode().splitlines()
     assert head == "run,step,module_name,type_name,grad_norm"
     assert len(rows) == 20

@@ -177,7 +177,7 @@ def test_zeros_are_separate_in_histograms_and_count_in_quantiles(page: Telemetry
     found = re.search(r"Linear up to ±(\S+),", caption)
     assert found is not None
     assert 0.01 < float(found[1]) < 10
-    quantiles = re.search(r"with these at (\S+), \S+, (\S+)\. ", caption)
+    quantiles = re.search(r"are at (\S+), \S+, (\S+)\. ", caption)
     assert quantiles is not None
     assert quantiles[1] == "0"
     assert float(quantiles[2]) > 0.1

@@ -116,8 +116,8 @@ def test_the_report_opens_from_disk(report: Path, open_report: OpenReport) -> No
     assert page.evaluate("window.hacked") is None
     assert page.locator("canvas.strip").is_visible()
     assert page.locator(".costs").count() == 0  # the run has no times
-    caption = detail.locator("p", has_text="Lines: 5 %, median and 95 %").inner_text()
-    values = re.findall(r"with these at (\S+), (\S+), (\S+)\. ", caption)[0]
+    caption = detail.locator("p", has_text="5 %, median and 95 %").inner_text()
+    values = re.findall(r"are at (\S+), (\S+), (\S+)\. ", caption)[0]
     expected = [-0.9, 0, 0.9]  # of ten equal bins from -1 to 1
     assert [float(value) for value in values] == pytest.approx(expected, abs=0.03)
     page.locator("label:has-text('Statistic') select").select_option("weight_norm")
