@@ -147,11 +147,7 @@ class Run:
     @property
     def histogram_tags(self) -> tuple[str, ...]:
         """The tags of :meth:`histogram`."""
-        return tuple(self._histogram_tags)
-
-    @cached_property
-    def _histogram_tags(self) -> Mapping[str, str]:
-        return {plain(tag): tag for tag in sorted(self._data.source.tags("histograms"))}
+        return tuple(map(plain, sorted(self._data.source.tags("histograms"))))
 
     def histogram(self, tag: str) -> Mapping[int, NDArray[np.float64]]:
         """Return the histograms of a tag such as ``grad/0002.fc1.weight``.
@@ -162,12 +158,11 @@ class Run:
         Raises:
             KeyError: The run does not have the tag.
         """
-        found = self._histogram_tags.get(plain(tag))
-        if found is None:
-            raise KeyError(
-                f"no histograms {plain(tag)!r}; {closest(plain(tag), self.histogram_tags)}"
-            )
-        series = self._data.source.read("histograms", [found])[found]
+        source, tag = self._data.source, plain(tag)
+        found = source.read("histograms", [t for t in source.tags("histograms") if plain(t) == tag])
+        if not found:
+            raise KeyError(f"no histograms {tag!r}; {closest(tag, self.histogram_tags)}")
+        *_, series = found.values()
         return {step: histogram_table(value) for step, value in series}
 
 
