@@ -239,7 +239,7 @@ def find_log_dirs(
             continue
         seen.add(real)
         folders.sort(key=natural_key)
-        if any(map(is_of_run, names)):
+        if any(map(is_of_run, [*folders, *names])):
             yield Path(folder)
 
 
