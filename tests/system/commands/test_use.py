@@ -165,7 +165,7 @@ def test_columns_of_runs_are_shown_or_named(runs: Path, width: int) -> None:
     shown = in_terminal(width, "runs", runs)
     assert max(map(len, shown.splitlines())) <= width
     assert "nonfinite, step 5" in shown  # what matters most
-    for title in ("started", "last step", "best loss", "first alert"):
+    for title in ("started", "last step", "best loss", "worst alert"):
         assert title in shown
     assert ("no room for" in shown) == (width < 120)
 
@@ -358,7 +358,7 @@ def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> No
     [alert] = records("alerts", log_dir, status=1)
     assert (alert["kind"], alert["step"], alert["module_name"]) == ("no_learning", 0, None)
     assert records("summary", log_dir) == []
-    assert "no_learning" in report.read_text(encoding="utf-8")
+    assert "no steps, 1 alert" in report.read_text(encoding="utf-8")
     for arguments in (("diff", log_dir, log_dir), ("explain", log_dir)):
         done = call(*arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
