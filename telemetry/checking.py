@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -134,6 +135,7 @@ def check(
     - that the outputs depend on the inputs;
     - that no sample's output depends on another sample: in evaluation mode, by gradients, from the
       first floating-point tensor with one row per sample;
+    - that outputs and targets do not broadcast to more elements: ``[64, 1]`` and ``[64]``;
     - that the cross entropy does not get probabilities;
     - that the cross entropy is at most six times ln C, the loss of a guess among C classes.
 
@@ -176,6 +178,7 @@ def check(
         # Parameters without a gradient.
         judged += UntrainedParameters(steps=1, evaluations=1)(record)
         judged.append(_of_inputs(record))
+        judged.append(_of_shapes(output[0], loss_function, targets))
         judged.append(_of_loss(output[0], loss_function, targets, inputs, loss))
         for parameter in model.parameters():
             parameter.grad = None
@@ -326,7 +329,7 @@ def _of_loss(
         logits, of = output.logits, inputs.get("labels") if isinstance(inputs, Mapping) else None
         axis, classes = -1, logits.shape[-1]
     elif isinstance(loss_function, nn.CrossEntropyLoss) or (
-        loss_function is nn.functional.cross_entropy
+        loss_function is functional.cross_entropy
     ):
         logits, of = output, targets
         classes = logits.shape[1] if logits.dim() > 1 else 0
@@ -350,6 +353,37 @@ def _of_loss(
 
 
 _ROUNDED = 0.01  # of a sum of numbers in half precision
+
+
+def _of_shapes(output: Any, loss_function: Any, targets: Any) -> Alert | None:
+    """Return an alert if outputs and targets broadcast to more elements than either has.
+
+    A note if the loss function is not known to compare them element by element.
+    """
+    if not (isinstance(output, Tensor) and isinstance(targets, Tensor)):
+        return None
+    try:
+        shape = torch.broadcast_shapes(output.shape, targets.shape)
+    except RuntimeError:
+        return None
+    if math.prod(shape) <= max(output.numel(), targets.numel()):
+        return None
+    given, of = [*output.shape], [*targets.shape]
+    alert = _Broadcast.alert(f"Outputs {given} and targets {of} broadcast to {[*shape]}", 1.0)
+    is_known = isinstance(loss_function, _ELEMENTWISE) or loss_function in _FUNCTIONS
+    return alert if is_known else replace(alert, severity="note")
+
+
+_ELEMENTWISE = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss
+_FUNCTIONS = [getattr(functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber")]
+
+
+class _Broadcast(CheckKind):
+    """Reported like the rule :class:`~telemetry.alerts.mistakes.WrongLossInput`."""
+
+    kind = WrongLossInput.kind
+    threshold = 1.0
+    advice = ("Give the loss outputs and targets of one shape: outputs.squeeze(1)",)
 
 
 class _SoftmaxTwice(CheckKind):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from telemetry.capture.hooks import Inert
 from telemetry.failures import Failures
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, HOST_OWN_BYTES, PEAK_BYTES, TIMES
-from telemetry.torch_private import AroundBackward, in_function_mode
+from telemetry.torch_private import in_function_mode
 from telemetry.torch_private.compiler import is_compiled, is_compiled_wrapper
 from telemetry.torch_private.host_copy import relaxed_capture
 from telemetry.torch_private.module_calls import ArmedPreHook, keywords_of_call
@@ -62,7 +62,6 @@ class LoopClock:
         self._model, self._failures = weakref.ref(model), failures
         self._calls_hook = _CallHook(self)
         self._global = ArmedPreHook(self._calls_hook)
-        self._backward = AroundBackward(self)
         self._own_handle: Any = None  # of the hook on a compiled model
         self._entries: dict[int, weakref.ref[nn.Module]] = {}  # called by the loop, by identity
         self._device: torch.device | None = None  # of CUDA
@@ -88,14 +87,15 @@ class LoopClock:
         self._enter_by([] if model is None else [model])
         if model is not None and is_compiled_wrapper(model):
             self._own_handle = model.register_forward_pre_hook(self._calls_hook)
-        self._backward.install()
+        _clocks.append(weakref.ref(self, _remove_clock))
+        torch.autograd.backward = _timed_backward
         self.begin_step()
 
     def stop(self) -> None:
         """Remove all hooks; idempotent."""
         self._running = self._on = False
         self._global.remove()
-        self._backward.remove()
+        _remove_clock(self)
         if self._own_handle is not None:
             self._own_handle.remove()
             self._own_handle = None
@@ -273,6 +273,36 @@ class _CallHook(Inert):
             clock.before_call(module, args)
 
 
+_backward = torch.autograd.backward
+_clocks: list[weakref.ref[LoopClock]] = []  # those that run
+
+
+@functools.wraps(_backward)
+def _timed_backward(*args: Any, **kwargs: Any) -> None:
+    """Run a backward pass between two laps; ``Tensor.backward`` calls this function by its name.
+
+    It is the only way to see the passes without a hook on their tensors.
+    """
+    if torch.compiler.is_compiling():  # of a whole step: Dynamo ends its graph here
+        _backward(*args, **kwargs)
+        return
+    clocks = [clock for known in _clocks if (clock := known()) is not None]
+    for clock in clocks:
+        clock.backward_begins()
+    try:
+        _backward(*args, **kwargs)
+    finally:
+        for clock in clocks:
+            clock.backward_ended()
+
+
+def _remove_clock(clock: LoopClock | weakref.ref[LoopClock]) -> None:
+    """Time no backward passes for a clock that has stopped, or was deleted. Idempotent."""
+    _clocks[:] = [known for known in _clocks if known() not in (None, clock)]
+    if not _clocks and torch.autograd.backward is _timed_backward:
+        torch.autograd.backward = _backward
+
+
 def _callable_parts(model: nn.Module) -> Iterable[nn.Module]:
     """Yield the outermost modules inside of the model that have parameters and can be called."""
     for child in model.children():
@@ -365,7 +395,7 @@ def host_memory() -> Mapping[str, float]:
     return _host_memory(int(perf_counter() / _HOST_MEMORY_S))
 
 
-@lru_cache(1)
+@functools.lru_cache(1)
 def _host_memory(interval: int) -> Mapping[str, float]:
     with suppress(OSError):
         pages = Path("/proc/self/statm").read_text().split()

@@ -22,8 +22,8 @@ from telemetry.reading.run import only_log_dir, open_run, split_run
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_entry import row_of
 
-_COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
-_MOST_WANTED = ("status", "first_alert", "last_loss", "last_step")
+_COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "worst_alert")
+_MOST_WANTED = ("status", "worst_alert", "last_loss", "last_step")
 _STYLES = {"live": "green", "died": "bold red"}
 
 
@@ -77,7 +77,7 @@ def _record(row: Mapping[str, Any]) -> dict[str, Any]:
         "last_step": row["lastStep"],
         "last_loss": loss.get("last"),
         "best_loss": loss.get("best"),
-        "first_alert": _alert(row["alert"]),
+        "worst_alert": _alert(row["alert"]),
     }
 
 
@@ -105,7 +105,7 @@ def _matches(record: Mapping[str, Any], term: str) -> bool:
     """Return whether a run matches a lower-case word, or a comparison such as ``lr<1e-3``."""
     if (found := _TERM.fullmatch(term)) is None:
         pairs = [f"{n}={_text(value)}" for n, value in record.items() if n not in _COLUMNS]
-        texts = [record["run"], record["status"], record["first_alert"] or "", *pairs]
+        texts = [record["run"], record["status"], record["worst_alert"] or "", *pairs]
         return term in " ".join(texts).lower()
     name, operator, wanted = found.groups()
     value = {key.lower(): value for key, value in record.items()}.get(name)

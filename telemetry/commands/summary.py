@@ -6,7 +6,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,7 @@ def _facts(run: RunData) -> Iterator[str]:
         scheduled, requested = (int(read[tag][-1][1]) for tag in FULL_STEPS)
         yield f"full steps: {scheduled} scheduled, {requested} more requested by rules"
     found = {tag: [v for _, v in read[full]] for tag, full in tags.items() if full in read}
-    usual = {tag: median(found[tag]) for tag in TIMES if tag in found}
+    usual = {tag: median_low(found[tag]) for tag in TIMES if tag in found}
     parts = []
     if (total_s := sum(usual.values())) > 0:
         shares = [f"{_PARTS[tag]} {value / total_s:.0%}" for tag, value in usual.items()]

@@ -138,6 +138,9 @@ def scalars(run: RunData) -> bytes:
     for kind, tag in curves:
         if series := found.get(tag):
             steps, values = zip(*series, strict=True)
+            if kind == "learning rate" and steps[-1] < (run.last_step or 0):
+                # It is written where it changes.
+                steps, values = (*steps, run.last_step), (*values, values[-1])
             arrays = {"steps": np.array(steps, np.int64), "values": np.array(values, np.float32)}
             items.append(({"kind": kind, "tag": plain(tag)}, arrays))
     return _pack_items("curves", items)

@@ -12,13 +12,11 @@ import contextlib
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-import torch._utils
 from torch import Tensor, overrides
 from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
@@ -84,62 +82,6 @@ def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> 
         callback = functools.partial(queue, callback)
     queue(callback)
     return True
-
-
-class BackwardObserver(Protocol):
-    """Receiver of the begin and the end of each backward pass of this process."""
-
-    def backward_begins(self) -> None:
-        """A backward pass begins; must not raise."""
-
-    def backward_ended(self) -> None:
-        """The pass ended, or raised; must not raise."""
-
-
-class AroundBackward:
-    """Notifies an observer, held weakly, around each call of ``torch.autograd.backward``.
-
-    ``Tensor.backward`` calls that function by its name, so that replacing it is enough. It is the
-    only way to see the passes without a hook on their tensors.
-    """
-
-    _observers: ClassVar[list[weakref.ref[BackwardObserver]]] = []
-
-    def __init__(self, observer: BackwardObserver) -> None:
-        self._observer = weakref.ref(observer)
-        weakref.finalize(observer, self.remove)
-
-    def install(self) -> None:
-        """Begin to notify. Idempotent."""
-        if self._observer not in self._observers:
-            self._observers.append(self._observer)
-            torch.autograd.backward = _observed_backward
-
-    def remove(self) -> None:
-        """Notify no more. Idempotent."""
-        self._observers[:] = [known for known in self._observers if known is not self._observer]
-        if not self._observers and torch.autograd.backward is _observed_backward:
-            torch.autograd.backward = _backward
-
-
-_backward = torch.autograd.backward
-
-
-@functools.wraps(_backward)
-def _observed_backward(*args: Any, **kwargs: Any) -> None:
-    if torch.compiler.is_compiling():  # of a whole step: Dynamo ends its graph here
-        _backward(*args, **kwargs)
-        return
-    observers = [
-        observer for known in AroundBackward._observers if (observer := known()) is not None
-    ]
-    for observer in observers:
-        observer.backward_begins()
-    try:
-        _backward(*args, **kwargs)
-    finally:
-        for observer in observers:
-            observer.backward_ended()
 
 
 # --- modes ---------------------------------------------------------------------------------------
