@@ -34,7 +34,6 @@ def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
         from tests.helpers.tiny_run import TinyRun
 
         log_dir, count = sys.argv[1], int(sys.argv[2])
-        torch.set_num_threads(1)
         torch.nn.Linear(2, 1)(torch.ones(4, 2)).sum().backward()  # imports what a step imports
 
         def train_for_ever(number, progress):
@@ -341,7 +340,7 @@ def test_children_of_a_data_loader_neither_hang_nor_write(tmp_path: Path) -> Non
             run = TinyRun(sys.argv[1])
             for method in ("fork", "spawn"):
                 loader = DataLoader(
-                    Samples(run.logger), num_workers=1, multiprocessing_context=method, timeout=50
+                    Samples(run.logger), num_workers=1, multiprocessing_context=method, timeout=300
                 )
                 for _ in loader:
                     run.train()
