@@ -37,9 +37,6 @@ def quiet() -> Iterator[None]:
         ("mixture_density", 10),
         ("actor_critic", 10),
         ("triplet_siamese", 10),
-        ("policy_optimized_by_default", 10),  # its last layer starts small
-        ("regression_at_its_floor", 100),
-        ("copying_from_further_back", 10),  # logs its loss after the step
         ("experts_rate_jumps_ok", 1),  # some experts are given one token
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,19 +46,24 @@ def test_replay_gives_the_alerts_of_the_run(folder: Path, monkeypatch: pytest.Mo
     assert len(light_s) > len(full_s) >= due > 0
 
 
-def test_compare_fails_on_each_changed_field_and_names_it(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    verdicts = tmp_path / "verdicts.json"
+@pytest.fixture
+def run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Replay with these arguments; return the exit status and the output."""
 
     def run(*arguments: str) -> tuple[int, str]:
         common = ["replay.py", "replay", str(folder), "--every", "10", *arguments]
         monkeypatch.setattr(sys, "argv", common)
         return replay.main(), capsys.readouterr().out
 
+    return run
+
+
+def test_compare_fails_on_each_changed_field_and_names_it(
+    run: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    verdicts = tmp_path / "verdicts.json"
     assert run("--save", str(verdicts))[0] == 0
     code, out = run("--compare", str(verdicts))
     assert (code, out.splitlines()[-1]) == (0, "no difference")
@@ -75,18 +81,9 @@ def test_compare_fails_on_each_changed_field_and_names_it(
 
 
 def test_against_fails_for_a_lost_fault_and_lists_the_rest(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Callable[..., tuple[int, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     frozen = tmp_path / "frozen.json"
-
-    def run(*arguments: str) -> tuple[int, str]:
-        common = ["replay.py", "replay", str(folder), "--every", "10", *arguments]
-        monkeypatch.setattr(sys, "argv", common)
-        return replay.main(), capsys.readouterr().out
-
     assert run("--freeze", str(frozen))[0] == 0
     code, out = run("--against", str(frozen))
     assert (code, out.splitlines()[-1]) == (0, "nothing lost, no new false alarm, no later p90")

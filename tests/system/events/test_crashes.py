@@ -117,7 +117,7 @@ def test_a_step_is_written_though_no_other_follows_and_nothing_is_flushed(tmp_pa
     assert norm_steps(log_dir) == [0, 1, 2]
 
 
-CHECKPOINTED, RESUMED = 299, 309
+CHECKPOINTED, RESUMED = 99, 109
 
 TRAINING = """
     import os, signal, sys
