@@ -14,11 +14,12 @@ import pytest
 from tests.helpers.paths import ROOT
 
 ARGUMENTS = {
+    # First: multiprocessing takes the module that imports it for the main one.
+    "scaling": ["--modules", "5", "50"],
     "overhead": ["--only", "MNIST", "--threads", "1", "--markdown"],
     "norms": ["--only", "MNIST"],
     "loops": ["--only", "MLP"],
     "dashboard": ["--sizes", "50x50"],
-    "scaling": ["--modules", "5", "50"],
     "tensor": ["--sizes", "100000"],
     "ranks": ["--ranks", "3", "12"],
     "telling": [],
