@@ -37,7 +37,12 @@ _POWERS: Mapping[Kind, int] = {"inputs": 4, "outputs": 4}
 
 _NO_TENSORS: Tensors[Any] = Tensors.of({})
 
-# Conversions of the copies of a field; of the others one array.
+
+def _number_or_array(values: Sequence[Tensor]) -> Any:
+    return values[0].numpy() if values[0].dim() else values[0].item()
+
+
+# Conversions of the copies of a field that is neither one number nor one array.
 _CONVERTED: Mapping[str, Callable[[list[Tensor]], Any]] = {
     "attention": lambda calls: AttentionHeads.merged(
         [AttentionHeads(*call.double().numpy()) for call in calls]
@@ -160,7 +165,7 @@ class Observations:
         for (field, key), copies in self._copies.items():
             with self._failures.contained(f"to read {field}"):
                 values = [copy.wait() for copy in copies]
-                value = _CONVERTED[field](values) if field in _CONVERTED else values[0].numpy()
+                value = _CONVERTED.get(field, _number_or_array)(values)
                 if key is None:
                     fields[field] = value
                 else:
