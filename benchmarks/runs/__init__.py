@@ -18,6 +18,7 @@ from runs import (  # noqa: F401
     resources,
     uncommon,
     unfamiliar,
+    unseen,
 )
 from runs.labels import LABELS, Label
 from runs.training import RUNS, Log

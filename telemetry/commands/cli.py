@@ -16,11 +16,12 @@ from rich.console import Console
 from telemetry.commands.alerts import FAIL_ON, alerts, print_help
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.lint import FORMATS, lint
-from telemetry.commands.output import new_console, reason, report_problems
+from telemetry.commands.output import reason, report_problems
 from telemetry.commands.report import report
 from telemetry.commands.runs import diff, runs
 from telemetry.commands.summary import summary
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.tables import new_console
 from telemetry.version import __version__
 
 _EPILOG = """\

@@ -12,7 +12,7 @@ on values. None writes to a tensor of the user.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,21 +46,20 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Place(NamedTuple):
     """Elements of a pile."""
 
-    pile: tuple[torch.dtype, str]
+    pile: tuple[torch.dtype, int]  # dtype and number of axes of its parts
     start: int
     end: int
 
 
 class _Pile:
-    """Parts of one dtype that go to the host together: numbers, vectors, or samples.
+    """Numbers, vectors or samples ``[k, 16]`` of one dtype that go to the host together.
 
-    Samples ``[k, 16]`` become bfloat16, which leaves the bucket of each value as it is.
+    Samples become bfloat16, which leaves the bucket of each value as it is.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         self.parts: list[Tensor] = []
         self.count = 0  # of elements, since the beginning
-        self._kind = kind
         self._joined: list[HostCopy] = []
 
     def join(self, streams: Collection[Any]) -> None:
@@ -75,8 +74,8 @@ class _Pile:
                     current.wait_stream(other)
             for part in parts:
                 part.record_stream(current)
-        joined = torch.stack(parts) if self._kind == "numbers" else torch.cat(parts)
-        if self._kind == "samples":
+        joined = torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+        if joined.dim() == 2:
             joined = joined.to(torch.bfloat16)
         self._joined.append(HostCopy(joined, owned=True))
 
@@ -112,27 +111,29 @@ class DeviceRows:
     """Rows of one step's tensors on one device. Used with autocast and dispatch modes off."""
 
     def __init__(self, device: torch.device) -> None:
-        self.nbytes = self._joined_bytes = self._sent_bytes = 0
+        self.nbytes = self._sent_bytes = 0
         self._device = device
-        self._piles: dict[tuple[torch.dtype, str], _Pile] = {}
-        self._sampled: list[tuple[_Sampled, Place]] = []  # each with its norm
+        self._piles: defaultdict[tuple[torch.dtype, int], _Pile] = defaultdict(_Pile)
+        self._sampled: list[_Sampled] = []
+        self._norms: list[Place] = []  # of each of these
         self._whole: list[_Whole] = []
         self._streams: dict[Any, None] = {}  # on which tensors were added
 
     @property
     def numbers(self) -> list[int]:
         """Index of the tensor of each row."""
-        return [row.number for row, _ in self._sampled] + [row.number for row in self._whole]
+        return [row.number for row in self._sampled] + [row.number for row in self._whole]
 
     def add(self, tensors: Sequence[Values], powers: int, first: int) -> None:
-        """Queue the measurement of non-empty tensors, numbered from ``first`` on.
+        """Queue the measurement of non-empty tensors of one dtype, numbered from ``first`` on.
 
         A large tensor takes 4 launches, or 6 with units in a middle axis; a small one takes 1.
         Several at once share the launches of their norms and of what is sent.
         """
         self._streams.setdefault(current_stream(self._device))
         whole: list[_Whole] = []
-        large: defaultdict[torch.dtype, list[tuple[Tensor, _Sampled]]] = defaultdict(list)
+        sampled: list[_Sampled] = []
+        large: list[Tensor] = []
         is_alone = len(tensors) == 1
         for number, values in enumerate(tensors, first):
             x, axis = _readable(values)
@@ -140,50 +141,37 @@ class DeviceRows:
             if count <= (FULL_ELEMENTS if many else FEW_ELEMENTS):
                 # Of several, the views are joined below, before anything changes the tensors.
                 part = x.clone(memory_format=torch.contiguous_format) if is_alone else x
-                place = self._put("whole", part.reshape(-1))
+                place = self._put(part.reshape(-1))
                 whole.append(_Whole(number, tuple(x.shape), axis, powers, place))
                 continue
             sample = block_sample(x, SAMPLE_ELEMENTS if many else FEW_ELEMENTS)
             if is_alone:
                 sample = sample.to(torch.bfloat16, copy=True)
-            low, high = _extremes(x, axis)
-            figures = self._put_figure(low), self._put_figure(high)
-            total = self._put_figure(x.sum(dtype=_wide(x.dtype)))
-            places = *figures, total, self._put("samples", sample)
-            row = _Sampled(number, count, powers, axis is not None, *places)
-            large[x.dtype].append((x, row))
-        for dtype, rows in large.items():
-            norms = norms_of([x for x, _ in rows], 2, _wide(dtype))
-            for (_, row), norm in zip(rows, norms, strict=True):
-                self._sampled.append((row, self._put_figure(norm)))
+            parts = *_extremes(x, axis), x.sum(dtype=_wide(x.dtype)), sample
+            places = [self._put(part) for part in parts]
+            sampled.append(_Sampled(number, count, powers, axis is not None, *places))
+            large.append(x)
+        norms = norms_of(large, 2, _wide(large[0].dtype)) if large else []
+        # Only now, as an operation may raise for want of memory.
+        self._norms += map(self._put, norms)
+        self._sampled += sampled
         self._whole += whole
-        if not is_alone or self.nbytes - self._joined_bytes >= PILE_BYTES:
-            self._join()
+        if not is_alone or self.nbytes - self._sent_bytes >= PILE_BYTES:
+            self.send()
 
-    def _put_figure(self, figure: Tensor) -> Place:
-        return self._put("vectors" if figure.dim() else "numbers", figure)
-
-    def _put(self, kind: str, part: Tensor) -> Place:
-        key, count = (part.dtype, kind), part.numel()
-        pile = self._piles.get(key)
-        if pile is None:
-            pile = self._piles[key] = _Pile(kind)
-        self.nbytes += count * (2 if kind == "samples" else part.itemsize)
+    def _put(self, part: Tensor) -> Place:
+        key, count = (part.dtype, part.dim()), part.numel()
+        self.nbytes += count * (2 if part.dim() == 2 else part.itemsize)
+        pile = self._piles[key]
         start, pile.count = pile.count, pile.count + count
         pile.parts.append(part)
         return Place(key, start, pile.count)
 
-    def _join(self) -> None:
+    def send(self) -> int:
+        """Start the copies to the host of what was added; return the bytes of all."""
         for pile in self._piles.values():
             pile.join(self._streams)
-        self._joined_bytes = self.nbytes
-        if self.nbytes - self._sent_bytes >= PILE_BYTES:
-            self._sent_bytes = self.nbytes
-            send(self._device)
-
-    def send(self) -> int:
-        """Start the copies to the host; return their bytes. Nothing can be added afterwards."""
-        self._join()
+        self._sent_bytes = self.nbytes
         send(self._device)
         return self.nbytes
 
@@ -200,25 +188,20 @@ class DeviceRows:
         )
         if not self._sampled:
             return whole
-        arrays = {
-            key: values.to(torch.float64).numpy()
-            for key, values in read.items()
-            if key[1] in ("numbers", "vectors")
-        }
 
-        def figures(places: Sequence[Place]) -> NDArray[np.float64]:
-            return np.concatenate([arrays[pile][start:end] for pile, start, end in places])
+        def figures(places: Iterable[Place]) -> NDArray[np.float64]:
+            return torch.cat([at(place) for place in places]).to(torch.float64).numpy()
 
-        rows = [row for row, _ in self._sampled]
+        rows = self._sampled
         exact = Exact(
             count=np.array([row.elements for row in rows]),
             powers=np.array([row.powers for row in rows]),
             has_units=np.array([row.has_units for row in rows]),
-            norm=figures([norm for _, norm in self._sampled]),
-            total=figures([row.total for row in rows]),
+            norm=figures(self._norms),
+            total=figures(row.total for row in rows),
             sizes=np.array([row.low.end - row.low.start for row in rows]),
-            lows=figures([row.low for row in rows]),
-            highs=figures([row.high for row in rows]),
+            lows=figures(row.low for row in rows),
+            highs=figures(row.high for row in rows),
         )
         samples = rows_of((Values(at(row.sample), None), 4) for row in rows)
         return Rows.concatenate([completed(samples, exact), whole])

@@ -84,15 +84,16 @@ class Measurements:
                         self._count += 1
         if None not in numbers:
             return numbers
-        elsewhere: dict[torch.device, list[tuple[int, Values]]] = {}
+        elsewhere: dict[tuple[torch.device, torch.dtype], list[tuple[int, Values]]] = {}
         for place, tensor in enumerate(tensors):
             if numbers[place] is None and (values := values_of(tensor, unit_axis)) is not None:
                 stored = values.tensor
                 if accelerators.is_on_host(stored) or values.implied_zeros or not stored.numel():
                     numbers[place] = self._add_other(values, powers)
                 else:
-                    elsewhere.setdefault(stored.device, []).append((place, values))
-        for device, some in elsewhere.items():
+                    kind = stored.device, stored.dtype
+                    elsewhere.setdefault(kind, []).append((place, values))
+        for (device, _), some in elsewhere.items():
             with self._lock:
                 self._rows_on(device).add([values for _, values in some], powers, self._count)
                 for place, _ in some:

@@ -138,6 +138,9 @@ def scalars(run: RunData) -> bytes:
     for kind, tag in curves:
         if series := found.get(tag):
             steps, values = zip(*series, strict=True)
+            if kind == "learning rate" and steps[-1] < (run.last_step or 0):
+                # It is written where it changes.
+                steps, values = (*steps, run.last_step), (*values, values[-1])
             arrays = {"steps": np.array(steps, np.int64), "values": np.array(values, np.float32)}
             items.append(({"kind": kind, "tag": plain(tag)}, arrays))
     return _pack_items("curves", items)
@@ -233,15 +236,12 @@ def picture(source: RunSource, tag: str, step: int) -> bytes | None:
 
 
 def _checked_png(png: bytes) -> bytes:
-    # Signature; then length, name and the first two fields of the first chunk.
-    head = struct.Struct(">8sI4sII")
     if len(png) > MAX_PICTURE_BYTES:
         raise ValueError(f"its picture has {len(png)} bytes")
-    if len(png) < head.size:
+    # Signature; then length, name and the first two fields of the first chunk.
+    if len(png) < 24 or (png[:8], png[12:16]) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
         raise ValueError("its picture is not a PNG")
-    signature, _, chunk, width, height = head.unpack_from(png)
-    if (signature, chunk) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
-        raise ValueError("its picture is not a PNG")
+    width, height = struct.unpack_from(">II", png, 16)
     if width * height > MAX_PICTURE_PIXELS:
         raise ValueError(f"its picture has {width} × {height} pixels")
     return png

@@ -1,4 +1,4 @@
-"""Rows of the run table: status, loss, first alert, hyperparameters."""
+"""Rows of the run table: status, loss, worst alert, hyperparameters."""
 
 from __future__ import annotations
 

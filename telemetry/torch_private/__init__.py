@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-import torch._utils
 from torch import Tensor, overrides
 from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode

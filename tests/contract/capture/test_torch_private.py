@@ -50,7 +50,6 @@ MISSING_NAMES = [
     (torch._C, "DisableTorchFunction"),
     (torch._C._functorch, "maybe_current_level"),
     (torch, "_foreach_norm"),
-    (torch._utils, "_flatten_dense_tensors"),
     (torch, "_disable_dynamo"),
     (_python_dispatch, "_disable_current_modes"),
     (dynamo_utils, "counters"),

@@ -39,11 +39,11 @@ def measure(
 ) -> list[TensorRecord]:
     measurements = Measurements()
     if together:
-        measurements.add_all(tensors, unit_axis=axis, powers=powers)
+        numbers = measurements.add_all(tensors, unit_axis=axis, powers=powers)
     else:
-        for tensor in tensors:
-            measurements.add(tensor, unit_axis=axis, powers=powers)
-    return [*measurements.finish().reduce().values()]
+        numbers = [measurements.add(t, unit_axis=axis, powers=powers) for t in tensors]
+    records = measurements.finish().reduce()
+    return [records[number] for number in numbers if number is not None]
 
 
 def assert_right(record: TensorRecord, tensor: Tensor, axis: int | None = None) -> None:
@@ -175,6 +175,24 @@ def test_a_value_that_the_sample_lacks_is_seen() -> None:
     assert np.isnan(lost.sketch.min)
     assert large.sketch.nonfinite_count == 0
     assert large.sketch.norm == pytest.approx(huge.double().norm().item(), rel=0.02)
+
+
+def test_a_tensor_for_which_memory_is_missing_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*args: object) -> None:
+        raise MemoryError
+
+    measurements = Measurements()
+    with monkeypatch.context() as patch:
+        patch.setattr("telemetry.measure.device.norms_of", no_memory)
+        with pytest.raises(MemoryError):
+            measurements.add(normal(400, 300))
+    measurements.add(normal(400, 200) * 9)
+    measurements.add(normal(40, 20))
+    large, small = measurements.finish().reduce().values()
+    assert_right(large, normal(400, 200) * 9)
+    assert small.sketch.count == 800
 
 
 def test_rare_values_leave_figures_consistent() -> None:
