@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ torch.set_num_threads(1)
 # Processes that tests start import this checkout, and have one thread, too.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = str(ROOT)
+# A background job of a shell ignores Ctrl-C, and so would these processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A warning that PyTorch gives once per process would come in whichever test is first.
 torch.set_warn_always(True)
 
