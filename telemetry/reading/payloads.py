@@ -112,11 +112,12 @@ def units(found: UnitExtremes) -> bytes:
     """Pack steps ``[steps]`` and the extremes of each unit, ``[steps, units, 2]``.
 
     Both extremes of a dead unit are 0; of an omitted unit, the minimum is above the maximum. In a
-    reduced answer, a step represents all steps up to the next one. The header has for each step the
-    units that are ``dead``, ``belowZero`` and ``saturated``, as ``0-11, 40``, and the number of
-    omitted units, ``omitted``; ``sampled``: whether steps are omitted.
+    reduced answer, a step represents all steps up to the next one. The header has the ``count`` of
+    units; for each step those that are ``dead``, ``belowZero`` and ``saturated``, as ``0-11, 40``,
+    and the number of omitted units, ``omitted``; ``sampled``: whether steps are omitted.
     """
     header = {
+        "count": found.extremes.shape[1],
         "dead": [*map(ranges, found.dead)],
         "belowZero": [*map(ranges, found.below_zero)],
         "saturated": [*map(ranges, found.saturated)],
