@@ -24,7 +24,6 @@ from torch import nn
 from telemetry import HookLogger
 from telemetry.version import __version__
 from tests.helpers.known_runs import alert_at, layout_of, write_dashboards, write_run
-from tests.helpers.paths import ROOT
 from tests.helpers.shell import call, parsed, records, table
 
 STRANGE = ["a b", "注意力", "[red]x", "=1+1", "x" * 300, "new\nline", "\x1b[2J", "-rf", '"', "½"]
@@ -72,7 +71,7 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"}}
-    return {**kept, "PYTHONPATH": str(ROOT), **changes}
+    return {**kept, **changes}
 
 
 def process(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
