@@ -167,7 +167,6 @@ def write_run(log_dir: Path, size: Size) -> None:
     writer, dashboard = EventWriter(log_dir), Dashboard()
     file = run_log_file(str(log_dir))
     log = RunLog(lambda data, **_: file.append(deque([data])), file.repeat, run=new_run_id())
-    writer.write_values(dashboard.first_values(), 0)
     for record in records(size):
         step, time_s, losses = record.step, record.wall_time, {"loss": 1 / (1 + record.step)}
         log.step(record)

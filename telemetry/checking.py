@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -41,6 +40,7 @@ from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
 from telemetry.selection import check_model
+from telemetry.tables import Column, new_console, number, print_table
 from telemetry.testing import capture_run
 
 __all__ = ["CheckResult", "check"]
@@ -76,18 +76,14 @@ class CheckResult:
 
     def print(self) -> None:
         """Print a table of the layers and the findings to stdout."""
-        console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
-        if not console.is_terminal:
-            console.width = _ANY_WIDTH
-        layers, grid = table(self.record), Table("layer", "class", box=None, pad_edge=False)
-        for title in _SHOWN:
-            grid.add_column(title, justify="right")
-        for row, module in enumerate(self.record.layout.modules):
-            if layers.known[row].any():
-                values = [layers.value(row, name) for name in _SHOWN.values()]
-                cells = ["" if value is None else f"{figure(value)}" for value in values]
-                grid.add_row(*map(Text, (called(module.name), printable(module.type_name), *cells)))
-        console.print(grid)
+        console, layers = new_console(), table(self.record)
+        rows = np.flatnonzero(layers.known.any(axis=1)).tolist()
+        modules = [self.record.layout.modules[row] for row in rows]
+        columns = [Column("class", [Text(printable(module.type_name)) for module in modules], 0)]
+        for title, name in _SHOWN.items():
+            values = [number(layers.value(row, name)) for row in rows]
+            columns.append(Column(title, values, 1, is_number=True))
+        print_table(console, "layer", [called(module.name) for module in modules], columns)
         console.print(f"\nloss {figure(self.loss, 4)}")
         sizes, trainable = self.record.layout.sizes, self.record.trainable
         count, total = int(sizes[trainable].sum()), int(sizes.sum())
@@ -101,7 +97,6 @@ class CheckResult:
             console.print("nothing found")
 
 
-_ANY_WIDTH = 1 << 16
 _SHOWN = {
     "output RMS": "activation_rms",
     "gradient RMS": "activation_grad_rms",
@@ -134,6 +129,7 @@ def check(
     - that the outputs depend on the inputs;
     - that no sample's output depends on another sample: in evaluation mode, by gradients, from the
       first floating-point tensor with one row per sample;
+    - that outputs and targets do not broadcast to more elements: ``[64, 1]`` and ``[64]``;
     - that the cross entropy does not get probabilities;
     - that the cross entropy is at most six times ln C, the loss of a guess among C classes.
 
@@ -176,6 +172,7 @@ def check(
         # Parameters without a gradient.
         judged += UntrainedParameters(steps=1, evaluations=1)(record)
         judged.append(_of_inputs(record))
+        judged.append(_of_shapes(output[0], loss_function, targets))
         judged.append(_of_loss(output[0], loss_function, targets, inputs, loss))
         for parameter in model.parameters():
             parameter.grad = None
@@ -326,7 +323,7 @@ def _of_loss(
         logits, of = output.logits, inputs.get("labels") if isinstance(inputs, Mapping) else None
         axis, classes = -1, logits.shape[-1]
     elif isinstance(loss_function, nn.CrossEntropyLoss) or (
-        loss_function is nn.functional.cross_entropy
+        loss_function is functional.cross_entropy
     ):
         logits, of = output, targets
         classes = logits.shape[1] if logits.dim() > 1 else 0
@@ -350,6 +347,37 @@ def _of_loss(
 
 
 _ROUNDED = 0.01  # of a sum of numbers in half precision
+
+
+def _of_shapes(output: Any, loss_function: Any, targets: Any) -> Alert | None:
+    """Return an alert if outputs and targets broadcast to more elements than either has.
+
+    A note if the loss function is not known to compare them element by element.
+    """
+    if not (isinstance(output, Tensor) and isinstance(targets, Tensor)):
+        return None
+    try:
+        shape = torch.broadcast_shapes(output.shape, targets.shape)
+    except RuntimeError:
+        return None
+    if math.prod(shape) <= max(output.numel(), targets.numel()):
+        return None
+    given, of = [*output.shape], [*targets.shape]
+    alert = _Broadcast.alert(f"Outputs {given} and targets {of} broadcast to {[*shape]}", 1.0)
+    is_known = isinstance(loss_function, _ELEMENTWISE) or loss_function in _FUNCTIONS
+    return alert if is_known else replace(alert, severity="note")
+
+
+_ELEMENTWISE = nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss
+_FUNCTIONS = [getattr(functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber")]
+
+
+class _Broadcast(CheckKind):
+    """Reported like the rule :class:`~telemetry.alerts.mistakes.WrongLossInput`."""
+
+    kind = WrongLossInput.kind
+    threshold = 1.0
+    advice = ("Give the loss outputs and targets of one shape: outputs.squeeze(1)",)
 
 
 class _SoftmaxTwice(CheckKind):

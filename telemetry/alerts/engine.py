@@ -155,7 +155,7 @@ class Engine(Rule):
         for found in left:
             del self._suppressed[found.kind]
         survivors = [
-            replace(found, step=alert.step, summary=_measured(found))
+            replace(found, stage="started", step=alert.step, summary=_measured(found))
             for found in left
             if self._detectors[found.kind].persistent
         ]

@@ -6,18 +6,19 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.output import Column, LogDirs, number, print_records, print_table
+from telemetry.commands.output import LogDirs, print_records
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import RunData, trained_share
 from telemetry.records.step import INPUT, is_inside
+from telemetry.tables import Column, number, print_table
 from telemetry.tag_names import FULL_STEPS, MEMORY, RUN, TIMES
 
 _CURVE_WIDTH = 16
@@ -137,7 +138,7 @@ def _facts(run: RunData) -> Iterator[str]:
         scheduled, requested = (int(read[tag][-1][1]) for tag in FULL_STEPS)
         yield f"full steps: {scheduled} scheduled, {requested} more requested by rules"
     found = {tag: [v for _, v in read[full]] for tag, full in tags.items() if full in read}
-    usual = {tag: median(found[tag]) for tag in TIMES if tag in found}
+    usual = {tag: median_low(found[tag]) for tag in TIMES if tag in found}
     parts = []
     if (total_s := sum(usual.values())) > 0:
         shares = [f"{_PARTS[tag]} {value / total_s:.0%}" for tag, value in usual.items()]

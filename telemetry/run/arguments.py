@@ -94,9 +94,13 @@ def content_of(measure: Any) -> Content:
     for name in names:
         if not isinstance(name, str) or name.removeprefix("!") not in MEASURED:
             check_choice("measure", name, *MEASURED)
-    excludes = names != [] and all(name.startswith("!") for name in names)
+    excluded = [name for name in names if name.startswith("!")]
+    if excluded and len(excluded) < len(names):
+        raise ValueError(
+            f"HookLogger(measure={measure!r}): names either what is measured, or with ! what is not"
+        )
     return Content(
-        **{name: f"!{name}" not in names if excludes else name in names for name in MEASURED}
+        **{name: f"!{name}" not in names if excluded else name in names for name in MEASURED}
     )
 
 

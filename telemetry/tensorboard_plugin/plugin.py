@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
@@ -42,9 +41,10 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def __init__(self, context: base_plugin.TBContext) -> None:
         files = read_static_files()
-        self._static = {**files, "index.js": bundle(files, "index.js").encode()}
+        self._static = {**files, "index.js": bundle(files, "app.js").encode()}
+        self._context = context
         self._runs = Runs(context.data_provider, context.flags)
-        self._lock = threading.Lock()  # of one request at a time: they share the runs
+        self._lock = threading.Lock()  # of the runs
 
     def is_active(self) -> bool:
         return self._runs.exist()
@@ -57,7 +57,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
         routes: dict[str, Callable[[wrappers.Request], Any]] = {
             "/static/*": self._serve_static,
-            "/runs": lambda _: _rows(self._runs.all()),
+            "/runs": self._list_runs,
             "/run": self._of_run(lambda run, _: payloads.overview(run)),
             "/onsets": self._of_run(lambda run, r: payloads.onsets(run, number(r, "step"))),
             "/matrix": self._of_run(_matrix),
@@ -73,7 +73,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "/image": self._of_run(_image),
             "/report": self._serve_report,
         }
-        return {path: answer(respond, self._lock) for path, respond in routes.items()}
+        return {path: answer(respond) for path, respond in routes.items()}
 
     def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         name = request.path.rpartition("/static/")[2]
@@ -81,14 +81,22 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             raise NotFound(f"file not found: {name}")
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
 
+    def _list_runs(self, _: wrappers.Request) -> list[dict[str, Any]]:
+        with self._lock:
+            return _rows(self._runs.all())
+
     def _serve_report(self, request: wrappers.Request) -> wrappers.Response:
-        """``run`` may be given several times; no other site can start the work that it is."""
+        """``run`` may be given several times; no other site can start the work that it is.
+
+        It takes seconds, so that it reads the runs again for itself, without the lock.
+        """
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             raise Forbidden("a report is made for TensorBoard's own pages only")
         names = list(dict.fromkeys([text(request, "run"), *request.args.getlist("run")]))
         if len(names) > MAX_RUNS:
             raise BadRequest(f"a report is of at most {MAX_RUNS} runs")
-        runs = {name: self._run(name) for name in names}
+        own = Runs(self._context.data_provider, self._context.flags)
+        runs = {name: _run(own, name) for name in names}
         page = report_html(runs, _rows(runs)).encode(errors="backslashreplace")
         more = f"_and_{len(names) - 1}_more" if len(names) > 1 else ""
         file = re.sub(r"[^\w.-]+", "_", names[0], flags=re.ASCII) + more
@@ -101,17 +109,20 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """Return a function that answers requests for data of the run in their query."""
 
         def respond_to(request: wrappers.Request) -> Any:
-            return respond(self._run(text(request, "run")), request)
+            name = text(request, "run")
+            with self._lock:
+                return respond(_run(self._runs, name), request)
 
         return respond_to
 
-    def _run(self, name: str) -> RunData:
-        run = self._runs.one(name)
-        if run is None:  # or it was deleted since
-            raise NotFound(f"run not found, or without a run log: {name}")
-        if run.unreadable:
-            raise NotFound(run.unreadable)
-        return run
+
+def _run(runs: Runs, name: str) -> RunData:
+    run = runs.one(name)
+    if run is None:  # or it was deleted since
+        raise NotFound(f"run not found, or without a run log: {name}")
+    if run.unreadable:
+        raise NotFound(run.unreadable)
+    return run
 
 
 def _rows(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
@@ -153,9 +164,7 @@ def _image(run: RunData, request: wrappers.Request) -> wrappers.Response:
     return send(request, png, "image/png", expires=3600)
 
 
-def answer(
-    respond: Callable[[wrappers.Request], Any], lock: AbstractContextManager[Any]
-) -> Callable[..., Any]:
+def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
     """Return a WSGI application that sends bytes, JSON or a response, and errors in one line."""
 
     @wrappers.Request.application
@@ -163,8 +172,7 @@ def answer(
         if request.method not in ("GET", "HEAD"):
             return _refuse(request, 405, "use GET", [("Allow", "GET, HEAD")])
         try:
-            with lock:
-                content = respond(request)
+            content = respond(request)
         except HTTPException as error:
             return _refuse(request, error.code, error.description)
         except Exception:

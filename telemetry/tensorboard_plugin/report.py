@@ -96,7 +96,7 @@ script-src data:; style-src 'unsafe-inline'">
 <body>
 <section class="report-title" aria-label="Report"><b>{title}</b>\
 <span class="count">{facts}</span></section>
-{comparison}
+{verdict}
 <div id="telemetry"></div>
 {faults}
 <script type="application/json" id="data">{data}</script>
@@ -104,9 +104,6 @@ script-src data:; style-src 'unsafe-inline'">
 </body>
 </html>
 """
-
-_COMPARISON = """<p class="verdict">{verdict}</p>
-<section class="comparison" aria-label="Comparison"></section>"""
 
 
 def report_html(
@@ -118,21 +115,24 @@ def report_html(
     """
     files = read_static_files()
     title = "Telemetry: " + ", ".join(runs)
+    verdict = f'<p class="verdict">{html.escape(_verdict(runs, rows))}</p>'
+    answers: dict[str, Any] = {"runs": _compared(runs, rows)}
+    pictures: dict[str, str] = {}
+    for name, run in runs.items():
+        found = {(route, name, *query): answer for route, *query, answer in _answers(run)}
+        answers |= {"\n".join(key): answer for key, answer in found.items()}
+        shown = chain(*(answer for (route, *_), answer in found.items() if route == "images"))
+        for key, png in _pictures(run, shown, MAX_PICTURES_BYTES // len(runs)):
+            pictures[f"{name}\n{key}"] = png
+    packed = {key: _packed(answer) for key, answer in answers.items()}
     return _TEMPLATE.format(
         title=html.escape(title),
         facts=_facts(next(iter(runs.values()))) if len(runs) == 1 else f"{len(runs)} runs",
         style=files["style.css"].decode(),
-        comparison=_COMPARISON.format(verdict=html.escape(_verdict(runs, rows)))
-        if len(runs) > 1
-        else "",
+        verdict=verdict if len(runs) > 1 else "",
         faults=faults,
-        script=_base64(f"{bundle(files, 'index.js')}\nrenderReport();".encode()),
-        data=_script_json(
-            {
-                "table": json_util.Cleanse(_compared(runs, rows)),
-                "runs": {row["name"]: _data(runs[row["name"]], len(runs)) for row in rows},
-            }
-        ),
+        script=_base64(f"{bundle(files, 'app.js')}\nrenderReport();".encode()),
+        data=_script_json({"answers": packed, "pictures": pictures}),
     )
 
 
@@ -188,24 +188,20 @@ def _first_difference(found: Comparison) -> str:
     return f"step {difference.step}: {difference.statistic}{difference.where}"
 
 
-def _data(run: RunData, run_count: int) -> dict[str, Any]:
-    layers, tags = _layers_in_detail(run), run.source.tags("histograms")
-    matrices = {s.name: run.matrix(s.name, WHOLE, LIMIT) for s in PAGE_STATISTICS}
-    images = {layer.name: found for layer in layers if (found := _images(run, layer))}
-    steps = sorted({alert.step for alert in run.alerts})[:MAX_ALERTS]
-    return {
-        "overview": payloads.overview(run),
-        "onsets": {step: payloads.onsets(run, step) for step in steps},
-        "matrices": {name: _packed(payloads.matrix(matrix)) for name, matrix in matrices.items()},
-        "scalars": _packed(payloads.scalars(run)),
-        "histograms": {
-            layer.name: _packed(payloads.histograms(run.source, layer))
-            for layer in layers
-            if histogram_tags(layer, tags)
-        },
-        "images": images,
-        "pictures": dict(_pictures(run, chain(*images.values()), MAX_PICTURES_BYTES // run_count)),
-    }
+def _answers(run: RunData) -> Iterator[tuple[Any, ...]]:
+    """Yield route and query values, without the run, of each question, and the server's answer."""
+    yield "run", payloads.overview(run)
+    yield "scalars", payloads.scalars(run)
+    for statistic in PAGE_STATISTICS:
+        yield "matrix", statistic.name, payloads.matrix(run.matrix(statistic.name, WHOLE, LIMIT))
+    for step in sorted({alert.step for alert in run.alerts})[:MAX_ALERTS]:
+        yield "onsets", str(step), payloads.onsets(run, step)
+    tags = run.source.tags("histograms")
+    for layer in _layers_in_detail(run):
+        if histogram_tags(layer, tags):
+            yield "histograms", layer.name, payloads.histograms(run.source, layer)
+        if images := _images(run, layer):
+            yield "images", layer.name, images
 
 
 def _layers_in_detail(run: RunData) -> list[Layer]:
@@ -238,10 +234,14 @@ def _pictures(
             run.source.problems.add("pictures", f"they take more than {limit >> 20} MiB")
         elif png is not None:
             room -= len(png)
-            yield f"{tag} {step}", _base64(png)
+            yield f"{tag}\n{step}", _base64(png)
 
 
-def _packed(content: bytes) -> str:
+def _packed(answer: Any) -> str:
+    """Return the base64 of the bytes, or JSON, that the server would send, compressed."""
+    content = (
+        answer if isinstance(answer, bytes) else json.dumps(json_util.Cleanse(answer)).encode()
+    )
     return _base64(gzip.compress(content, compresslevel=6, mtime=0))
 
 

@@ -116,6 +116,24 @@ def test_each_fault_is_found_with_its_kind_and_layer(
     assert result.exit_code == exit_code
 
 
+@pytest.mark.parametrize(
+    ("loss", "severity"),
+    [
+        (nn.MSELoss(), "warning"),
+        (nn.functional.smooth_l1_loss, "warning"),
+        (lambda output, targets: (output - targets).square().mean(), "note"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch warns, too
+def test_outputs_and_targets_that_broadcast_are_found(loss: Any, severity: str) -> None:
+    model, inputs, targets = nn.Linear(20, 1), torch.randn(64, 20), torch.randn(64)
+    (found,) = telemetry.check(model, inputs, loss, targets=targets).findings
+    assert (found.kind, found.severity) == ("wrong_loss_input", severity)
+    assert "[64, 1] and targets [64] broadcast to [64, 64]" in found.summary
+    assert not telemetry.check(model, inputs, loss, targets=targets[:, None]).findings
+    assert not telemetry.check(model, inputs, loss, targets=torch.randn(1)).findings
+
+
 def test_a_check_reports_one_batch_and_its_repr_is_short(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -4,7 +4,7 @@
 import { clamp } from "./format.js";
 import { columnAt } from "./field.js";
 import { groupsAtDepth, rowOfLayer } from "./rows.js";
-import { keyOfAlert } from "./state.js";
+import { keyOfAlert, toggled } from "./state.js";
 import { aroundStep, limit, reveal, scaleView } from "./view.js";
 
 export const zoomTo = (page, view) => page.update({ zoom: limit(view, page.whole()) });
@@ -33,12 +33,6 @@ export function selectIn(page, panel, name, step) {
   select(page, name, at);
 }
 
-export function selectOnlyRow(page) {
-  const { current } = page;
-  const [row, ...more] = page.rows(current);
-  if (row && !more.length) selectIn(page, current, current.overview.layers[row.layers[0]].name, null);
-}
-
 /** Closes the details, or where there are none shows everything. */
 export function close(page) {
   const { layer, alert, onsets, side } = page.state;
@@ -47,24 +41,16 @@ export function close(page) {
   page.focusPicture();
 }
 
-export function moveStep(page, count) {
-  const panel = page.current;
-  const steps = panel.steps(page.statistic);
-  const [row] = page.rows(panel);
-  if (!steps.length || !row) return;
-  const { layer, step } = page.state;
-  const column = step === null ? steps.length - 1 : Math.max(columnAt(steps, step), 0) + count;
-  select(page, layer ?? panel.overview.layers[row.layers[0]].name, steps[clamp(column, 0, steps.length - 1)]);
-}
-
-function moveLayer(page, count) {
-  const panel = page.current;
-  const rows = page.rows(panel);
-  if (!rows.length) return;
-  const { layer, step } = page.state;
-  const before = layer === null ? (count > 0 ? -1 : 0) : rowOfLayer(rows, panel.indexOf(layer));
-  const { layers } = rows[clamp(before + count, 0, rows.length - 1)];
-  select(page, panel.overview.layers[layers[0]].name, step ?? panel.overview.lastStep);
+/** Moves the selection by measured steps and by rows; without one, it begins at the last step and the first row. */
+export function move(page, byStep, byRow = 0) {
+  const { current: panel, state: { layer, step } } = page;
+  const [rows, steps] = [page.rows(panel), panel.steps(page.statistic)];
+  if (!rows.length || !steps.length) return;
+  const before = rowOfLayer(rows, panel.indexOf(layer));
+  const [first] = rows[clamp(before + byRow, 0, rows.length - 1)].layers;
+  const name = byRow || before < 0 ? panel.overview.layers[first].name : layer;
+  const column = clamp(columnAt(steps, step ?? Infinity) + byStep, 0, steps.length - 1);
+  select(page, name, byStep ? steps[column] : (step ?? panel.overview.lastStep));
 }
 
 function moveAlert(page, direction) {
@@ -78,26 +64,27 @@ function moveAlert(page, direction) {
 /** Goes to an alert: its layer is selected; its statistic and the steps around it are shown. */
 export function chooseAlert(page, alert) {
   const panel = page.panels.find((known) => known.alerts.includes(alert));
-  const layer = panel.overview.layers[alert.layer];
-  const isKnown = panel.overview.statistics.some(({ name }) => name === alert.statistic);
+  const { layers, statistics } = panel.overview;
+  const layer = layers[alert.layer];
+  const isKnown = statistics.some(({ name }) => name === alert.statistic);
   page.update({
     of: panel.name === page.state.other,
     alert: keyOfAlert(alert),
     onsets: null,
-    zoom: null,
-    ...(isKnown ? { statistic: alert.statistic } : {}),
+    side: true,
+    ...(isKnown && { statistic: alert.statistic }),
+    ...(layer && { layer: layer.name }),
   });
   if (layer && rowOfLayer(page.rows(panel), alert.layer) < 0) {
     page.update({ search: "", folded: new Set(), all: true });
   }
-  select(page, layer ? layer.name : page.state.layer, alert.step);
   goTo(page, alert.step);
   page.scrollToTop();
 }
 
 export function goTo(page, step) {
-  zoomTo(page, aroundStep(step, page.whole(), page.current.steps(page.statistic)));
-  page.update({ step });
+  const whole = page.whole();
+  page.update({ step, zoom: limit(aroundStep(step, whole, page.current.steps(page.statistic)), whole) });
 }
 
 export function listOnsets(page) {
@@ -114,7 +101,7 @@ function zoomAtSelection(page, factor) {
 }
 
 export function toggleFold(page, name) {
-  page.update({ folded: page.state.folded.symmetricDifference(new Set([name])), zoom: null });
+  page.update({ folded: toggled(page.state.folded, name), zoom: null });
 }
 
 /** Folds all groups at a depth, 1 being the outermost; 0: none. */
@@ -134,19 +121,17 @@ function foldSelection(page) {
 }
 
 const FAR = 10;
-const SCROLLS = /^(Page|Arrow|Home|End)/;
-const SCROLLS_LIVE = /^Page/; // a report is long
 
 // What a key does, `by` one or with Shift ten.
 const KEYS = {
-  ArrowLeft: (page, by) => moveStep(page, -by),
-  ArrowRight: (page, by) => moveStep(page, by),
-  ArrowUp: (page, by) => moveLayer(page, -by),
-  ArrowDown: (page, by) => moveLayer(page, by),
-  PageUp: (page) => moveLayer(page, -FAR),
-  PageDown: (page) => moveLayer(page, FAR),
-  Home: (page) => moveStep(page, -Infinity),
-  End: (page) => moveStep(page, Infinity),
+  ArrowLeft: (page, by) => move(page, -by),
+  ArrowRight: (page, by) => move(page, by),
+  ArrowUp: (page, by) => move(page, 0, -by),
+  ArrowDown: (page, by) => move(page, 0, by),
+  PageUp: (page) => move(page, 0, -FAR),
+  PageDown: (page) => move(page, 0, FAR),
+  Home: (page) => move(page, -Infinity),
+  End: (page) => move(page, Infinity),
   f: foldSelection,
   w: listOnsets,
   "+": (page) => zoomAtSelection(page, 0.5),
@@ -164,14 +149,13 @@ export const KEY_HELP =
   "Keys: arrows move (with Shift by ten), + and − zoom, 0 shows everything, n and p go to the next " +
   "and previous alert, f folds the group, / filters layers, r lists the runs, w lists the layers that changed first, Esc closes.";
 
-/** Listens everywhere but in fields and dialogs; to keys that scroll only in the picture. They act on its run. */
+/** Listens everywhere but in fields and dialogs; to Page Up and Down only in the picture. Keys act on its run. */
 export function watchKeys(page) {
-  const scrolling = page.source.isLive ? SCROLLS_LIVE : SCROLLS;
   document.addEventListener("keydown", (event) => {
     const { key, target } = event;
     if (!Object.hasOwn(KEYS, key) || event.ctrlKey || event.metaKey || event.altKey) return;
     if (page.message || !page.panels.length || document.querySelector("dialog[open]")) return;
-    if (target.closest("input, select") || (scrolling.test(key) && !target.closest(".heatmap"))) return;
+    if (target.closest("input, select") || (key.startsWith("Page") && !target.closest(".heatmap"))) return;
     event.preventDefault();
     const { run } = target.closest(".panel")?.dataset ?? {};
     if (run !== undefined) page.update({ of: run === page.state.other });

@@ -1,16 +1,17 @@
-// The page: its state, its runs, and what is drawn of them.
+// The page: where it begins, its state, its runs, and what is drawn of them.
 
 import { KEY_HELP, watchKeys } from "./actions.js";
-import { Side } from "./alerts.js";
-import { columnAt, valueAt } from "./field.js";
+import { columnAt, endOf, valueAt } from "./field.js";
 import { alertAloud, formatValue } from "./format.js";
-import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
+import { followTheme, onNavigation, onReload, readLink, writeLink } from "./host.js";
 import { Picture } from "./panel.js";
 import { Tooltip } from "./parts.js";
-import { html, render } from "./preact.js";
+import { html, render as renderInto } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { Run } from "./run.js";
-import { RunTable } from "./runs.js";
+import { Comparison, RunTable } from "./runs.js";
+import { Side } from "./side.js";
+import { EmbeddedSource, ServerSource } from "./source.js";
 import { fromLink, isEntry, keyOfAlert, toLink } from "./state.js";
 import { Toolbar } from "./toolbar.js";
 import { limit, wholeView } from "./view.js";
@@ -18,7 +19,34 @@ import { limit, wholeView } from "./view.js";
 const LIVE_EVERY_MS = 5000;
 const LOADING = { state: "loading" };
 
-export class Page {
+/** Called by TensorBoard once the module is loaded. */
+export async function render() {
+  document.documentElement.lang = "en";
+  const source = new ServerSource();
+  const style = document.createElement("link");
+  Object.assign(style, { rel: "stylesheet", href: new URL("./style.css", import.meta.url).href });
+  document.head.append(style);
+  const root = document.body.appendChild(document.createElement("div"));
+  root.id = "telemetry";
+  const styled = new Promise((resolve) => (style.onload = style.onerror = resolve));
+  const runs = source.runs();
+  runs.catch(() => null); // `start` says so
+  await styled;
+  const page = new Page(root, source);
+  onReload(() => page.refresh());
+  window.focus(); // else keys go to TensorBoard's tab
+  await page.start(runs);
+}
+
+/** Called by a report, which has its data in an element of its file. */
+export async function renderReport() {
+  const source = new EmbeddedSource(JSON.parse(document.getElementById("data").textContent));
+  const [run, other, more] = (await source.runs()).map(({ name }) => name);
+  const link = other && !more ? { run, other, mode: "run" } : { run };
+  await new Page(document.getElementById("telemetry"), source, link).start();
+}
+
+class Page {
   /** `source`: where data comes from; `link`: what is shown unless the address says otherwise. */
   constructor(root, source, link = {}) {
     Object.assign(this, { root, source });
@@ -44,9 +72,9 @@ export class Page {
 
   // --- data
 
-  start() {
+  start(runs) {
     this.#show(LOADING);
-    return this.refresh();
+    return this.refresh(runs);
   }
 
   /** Replaces missing runs by the newest run, with a notice. */
@@ -80,12 +108,12 @@ export class Page {
   }
 
   /** Reads the runs, and new data of those that are shown; the current view stays, also after an error. */
-  async refresh() {
+  async refresh(asked = this.source.runs()) {
     if (this.refreshing) return;
     this.refreshing = true;
     try {
       const { run } = this.state;
-      const runs = await this.source.runs();
+      const runs = await asked;
       if (this.state.run !== run) return; // chosen meanwhile, and perhaps newer than the list
       this.runs = runs;
       if (!runs.length) return this.#show({ state: "empty" });
@@ -155,23 +183,13 @@ export class Page {
     return this.panels.flatMap((panel) => panel.alerts);
   }
 
-  get clicked() {
+  /** The run of the last click, whose alert is chosen, and whose selected layer is shown if it has the layer. */
+  get current() {
     return this.panels[this.state.of ? 1 : 0] ?? this.panels[0];
   }
 
-  /** The run whose selected layer is shown: that of the last click if it has the layer; null without one. */
-  get detailed() {
-    return [this.clicked, ...this.panels].find((panel) => panel.indexOf(this.state.layer) >= 0) ?? null;
-  }
-
-  get current() {
-    return this.detailed ?? this.clicked;
-  }
-
-  /** The alert that was chosen, in the run of the last click. */
   get chosenAlert() {
-    const { alert: key } = this.state;
-    return (key && this.clicked.alerts.find((alert) => keyOfAlert(alert) === key)) || null;
+    return this.current.alerts.find((alert) => keyOfAlert(alert) === this.state.alert) ?? null;
   }
 
   rows(panel) {
@@ -180,7 +198,8 @@ export class Page {
 
   whole() {
     const rowCount = Math.max(...this.panels.map((panel) => this.rows(panel).length));
-    return wholeView(this.panels.map((panel) => panel.extent(this.statistic)), rowCount);
+    const measured = this.panels.map((panel) => panel.steps(this.statistic)).filter(({ length }) => length);
+    return wholeView(measured.map((steps) => [steps[0], endOf(steps)]), rowCount);
   }
 
   view() {
@@ -211,17 +230,16 @@ export class Page {
   drawNow() {
     this.drawing = false;
     if (!window.innerWidth) return; // another dashboard is shown
-    this.drawMore?.();
     // While a statistic loads, the picture of the one before stays.
     if (!this.message && (!this.panels.length || this.panels.some((panel) => !panel.field(this.statistic)))) return;
     const began = performance.now();
-    render(html`<${App} page=${this} />`, this.root);
+    renderInto(html`<${App} page=${this} />`, this.root);
     document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
   }
 
   focusPicture() {
     const pictures = this.root.querySelectorAll(".heatmap");
-    (pictures[this.panels.indexOf(this.clicked)] ?? pictures[0])?.focus();
+    (pictures[this.panels.indexOf(this.current)] ?? pictures[0])?.focus();
   }
 
   /** Moves the focus to the filter of layers, which a narrow window may hide. */
@@ -239,10 +257,11 @@ export class Page {
 }
 
 function App({ page }) {
-  const { message, state } = page;
+  const { message, runs, source, state } = page;
   const title = page.panels.length ? `Telemetry: ${state.run}` : "Telemetry";
   document.title = title;
   return html`
+    ${!source.isLive && runs?.length > 1 && html`<${Comparison} page=${page} />`}
     <header class=${state.full ? "toolbar full" : "toolbar"}>${!message && html`<${Toolbar} page=${page} />`}</header>
     <div class="body">
       <main class="center">
@@ -262,9 +281,9 @@ function App({ page }) {
 }
 
 /** The selected cell with its value, and an alert there, for screen readers. */
-function selectionAloud({ state: { layer, step }, statistic, detailed: panel, panels, chosenAlert: alert }) {
-  if (!panel || step === null) return alert ? alertAloud(alert) : "";
+function selectionAloud({ state: { layer, step }, statistic, current: panel, panels, chosenAlert: alert }) {
   const index = panel.indexOf(layer);
+  if (index < 0 || step === null) return alert ? alertAloud(alert) : "";
   const field = panel.field(statistic); // undefined while it loads
   const at = field?.steps[columnAt(field.steps, step)] ?? step; // the step at which it was measured
   const run = panels.length > 1 ? `${panel.name}: ` : "";

@@ -2,18 +2,9 @@
 
 import { clamp, formatStep, roundTicks } from "./format.js";
 
-let chosenRatio = null;
-
-/** Calls a function that draws canvases with so many pixels in a CSS pixel, whatever the screen has. */
-export function drawAt(ratio, draw) {
-  chosenRatio = ratio;
-  draw();
-  chosenRatio = null;
-}
-
 /** Gives a canvas a size in CSS pixels. @returns a context that draws in CSS pixels */
 export function prepare(canvas, width, height) {
-  const ratio = chosenRatio ?? (window.devicePixelRatio || 1);
+  const ratio = window.devicePixelRatio || 1;
   const [pixelWidth, pixelHeight] = [width, height].map((side) => Math.round(side * ratio));
   if (canvas.width !== pixelWidth) canvas.width = pixelWidth;
   if (canvas.height !== pixelHeight) canvas.height = pixelHeight;
@@ -115,24 +106,9 @@ export function line(context, x0, y0, x1, y1, dash = []) {
   context.setLineDash([]);
 }
 
-const IDENTIFIER = /^[A-Za-z_]\w*$/;
-
-/**
- * A text, shortened to what fits. Of a path, parts without a number go first, from the front:
- * numbers and the end tell layers apart. Then both ends of the text are kept.
- */
+/** A text, or as much of its end as fits, which tells layers apart. */
 export function fitText(context, text, width) {
-  const fits = (shown) => context.measureText(shown).width <= width;
-  const parts = text.split(".");
-  for (let at = 0; at < parts.length; at++) {
-    const path = parts.join(".").replace(/\.?(…\.)+/g, "…");
-    if (fits(path)) return path;
-    if (at < parts.length - 1 && IDENTIFIER.test(parts[at])) parts[at] = "…";
-  }
-  const most = Math.ceil((1.3 * text.length * width) / context.measureText(text).width);
-  for (let count = Math.min(most, text.length - 1); count > 0; count--) {
-    const shown = `${text.slice(0, Math.floor(count * 0.4))}…${text.slice(text.length - Math.ceil(count * 0.6))}`;
-    if (fits(shown)) return shown;
-  }
-  return "";
+  let shown = text;
+  for (let at = 1; at < text.length && context.measureText(shown).width > width; at++) shown = `…${text.slice(at)}`;
+  return shown;
 }

@@ -6,18 +6,18 @@ import { columnAt, curveAt } from "./field.js";
 import { clamp, formatNumber, formatStep } from "./format.js";
 import { AXIS_HEIGHT, heightOf, TOP } from "./heatmap.js";
 import { rowsByLayer } from "./rows.js";
-import { INFINITE_COLORS, NAN_COLORS, placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
+import { INFINITE_COLORS, NAN_COLORS, placesOn, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const STRIP_HEIGHT = 72;
 const GIB = 2 ** 30;
 
 /** The legend of loss and learning rates, in a ratio of two runs also of the other's loss, and what draws them; or null. */
 export function stripOf(shown) {
-  const { panel: { scalars, overview }, theme, mode, losses, cursor } = shown;
+  const { panel: { scalars }, theme, mode, losses, cursor } = shown;
   const own = scalars.filter(({ kind }) => kind === "loss" || kind === "learning rate");
   const others = mode === "run" ? losses.filter((curve) => !own.includes(curve)) : [];
   const known = [...own, ...others].map((curve, i) => ({
-    ...(curve.kind === "loss" ? curve : heldUntil(curve, overview.lastStep)),
+    ...curve,
     color: theme.curves[i % theme.curves.length],
     label: others.includes(curve) ? `${curve.tag} of the other run` : curve.tag,
     isStepped: curve.kind !== "loss",
@@ -36,13 +36,6 @@ export function stripOf(shown) {
 /** Options of a chart that is level with the picture. */
 function frameOf({ view, theme, width, right, gutter: left, cursor, resumed }) {
   return { view, theme, width, right, left, cursor, resumed };
-}
-
-/** A curve that is written where it changes, up to the last step. */
-function heldUntil(curve, lastStep) {
-  const [step, value] = [curve.steps.at(-1), curve.values.at(-1)];
-  if (!(step < lastStep)) return curve;
-  return { ...curve, steps: [...curve.steps, lastStep], values: [...curve.values, value] };
 }
 
 /** Parts of the time of a step, and memory, in a line: at the selected step, or the last one; "" without any. */
@@ -90,16 +83,11 @@ export function curvesOfLayers({ panel, rows, view, theme, selection, alerts, fi
   return curves.filter(({ steps }) => steps.length).map((curve, i) => ({ ...curve, ...styleOf(theme, i) }));
 }
 
-export function drawLayerCurves(canvas, shown, hovered) {
-  const { curves, spare, scale, statistic, compared } = shown;
-  return drawChart(canvas, {
-    ...frameOf(shown),
-    height: clamp(spare - 40, ...HEIGHTS),
-    curves: curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve)),
-    fit: compared?.curves ?? [],
-    ...axisOf(statistic, scale),
-    hasSteps: true,
-  });
+/** Options of the chart of these curves; two runs have one axis. */
+export function chartOf(shown) {
+  const { curves, fit, spare, scale, statistic } = shown;
+  const options = { curves, fit, height: clamp(spare - 40, ...HEIGHTS), hasSteps: true };
+  return { ...frameOf(shown), ...options, ...axisOf(statistic, scale) };
 }
 
 // --- the profile: the statistic over the depth at one step, next to the picture, with the range of each row
@@ -114,22 +102,22 @@ export function profileWidth(width) {
 
 /** @returns {Object|null} the plot of a run at a step; see `contentsOf` and `Plot` */
 export function drawProfile(canvas, shown, step) {
-  const { rightOf: width, panel, field, rowValues, ranges: { low, high }, scale, rows, view, theme, height } = shown;
+  const { rightOf: width, panel, field, rowValues, ranges, scale, rows, view, theme, height } = shown;
   const context = prepare(canvas, width, height);
   const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
   const column = Math.max(columnAt(field.steps, step), 0);
   drawAxis(context, theme, box, scale, field.steps[column]);
   if (!field.steps.length) return null;
   const rowHeight = box.height / (view.row1 - view.row0);
-  const xOf = (value) => box.x + placeOf(scale, value) * box.width;
+  const placeOf = placesOn(scale);
+  const xOf = (value) => box.x + placeOf(value) * box.width;
   const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
   const valueOf = (row) => rowValues[column * rows.length + row];
   clip(context, 0, box.y - 1, width, box.height + 2);
   context.fillStyle = theme.missing;
   for (const row of visible) {
-    if (!(low[row] <= high[row])) continue;
-    const left = xOf(low[row]);
-    context.fillRect(left, yOf(box, view, row), Math.max(xOf(high[row]) - left, 1.5), rowHeight + 0.3);
+    const [left, right] = ranges[row].map(xOf); // NaN draws nothing
+    context.fillRect(left, yOf(box, view, row), Math.max(right - left, 1.5), rowHeight + 0.3);
   }
   context.strokeStyle = theme.usual;
   for (const value of usualOf(shown.statistic, scale)) {
@@ -142,11 +130,8 @@ export function drawProfile(canvas, shown, step) {
     const row = rowAt(box, view, y);
     if (y < box.y || row >= rows.length) return null;
     const text = (value) => (value >= 0 || value !== value ? scaleText(scale, value) : "–");
-    const lines = [
-      { label: `step ${formatStep(field.steps[column])}`, text: text(valueOf(row)) },
-      { label: "5 % of its values are below", text: text(low[row]) },
-      { label: "95 % of its values are below", text: text(high[row]) },
-    ];
+    const shares = ranges[row].map((end, i) => ({ label: `${100 * USUAL[i]} % of its values are below`, text: text(end) }));
+    const lines = [{ label: `step ${formatStep(field.steps[column])}`, text: text(valueOf(row)) }, ...shares];
     const { label, layers: [layer] } = rows[row];
     return { step: field.steps[column], layer: panel.overview.layers[layer].name, title: label, lines };
   };
@@ -184,19 +169,17 @@ function drawAxis(context, theme, box, scale, step) {
   drawTicks(context, theme, box, ends.map(({ place, text }) => ({ x: box.x + place * box.width, text })));
 }
 
-/** Each row's range over time, without its rarest values; NaN where nothing was measured. */
+/** The low and high end of each row's range over time, without its rarest values; undefined where nothing was measured. */
 export function rangesOf(values, columns, rowCount) {
   const stride = Math.max(1, Math.ceil(columns / SAMPLES));
   const buffer = new Float32Array(Math.ceil(columns / stride));
-  const [low, high] = [new Float32Array(rowCount), new Float32Array(rowCount)];
-  for (let row = 0; row < rowCount; row++) {
+  return Array.from({ length: rowCount }, (_, row) => {
     let count = 0;
     for (let column = 0; column < columns; column += stride) {
       const value = values[column * rowCount + row];
       if (value >= 0 && value < Infinity) buffer[count++] = value;
     }
     const sorted = buffer.subarray(0, count).sort();
-    [low[row], high[row]] = USUAL.map((share) => (count ? sorted[Math.round(share * (count - 1))] : NaN));
-  }
-  return { low, high };
+    return USUAL.map((share) => sorted[Math.round(share * (count - 1))]);
+  });
 }

@@ -1,6 +1,6 @@
 // How the numbers of a layer are distributed: histograms over time, and the extremes of its units.
 
-import { clip, drawFrame, drawStep, drawStepAxis, line, prepare, rowAt, setText, xOf, yOf } from "./canvas.js";
+import { drawFrame, drawStep, drawStepAxis, line, prepare, rowAt, setText, yOf } from "./canvas.js";
 import { columnAt } from "./field.js";
 import { clamp, formatNumber, formatStep } from "./format.js";
 import { paintIn } from "./heatmap_pixels.js";
@@ -22,9 +22,6 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   const column = Math.max(columnAt(steps, step ?? Infinity), 0);
   const cells = { steps, rowCount: bins, view: { ...view, row0: 0, row1: bins }, scale: SHADES, missing: theme.background };
   paintIn(context, box, shadesOf(histogram, bins), cells);
-  clip(context, box.x, box.y, box.width, box.height);
-  drawQuantiles(context, box, histogram, view);
-  context.restore();
   context.strokeStyle = theme.text;
   drawStep(context, box, view, steps[column]);
   drawValueAxis(context, theme, box, histogram);
@@ -85,23 +82,6 @@ function shadesOf({ shares, zeroBin }, bins) {
     shades[mirrored] = share > 0 ? 0.06 + 0.94 * Math.sqrt(Math.min(share / top, 1)) : -1;
   });
   return encode(SHADES, shades);
-}
-
-function drawQuantiles(context, box, histogram, view) {
-  const { steps, edges } = histogram;
-  const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column)]);
-  for (const [color, width] of [["#000000", 3], ["#ffffff", 1.2]]) {
-    context.strokeStyle = color;
-    context.lineWidth = width;
-    for (const i of [0, 1, 2]) {
-      context.beginPath();
-      for (const [step, values] of known) {
-        context.lineTo(xOf(box, view, step), box.y + (1 - placeIn(edges, values[i])) * box.height);
-      }
-      context.stroke();
-    }
-  }
-  context.lineWidth = 1;
 }
 
 function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column) {

@@ -3,7 +3,7 @@
 /**
  * A field has `steps`, the first one of each column, ascending; `values`, column after column, −1 where not
  * measured; the number of `rows`, and the `firstLayer` of the first one. A reduced one has several layers
- * behind a row, `layerFactor`, or measured steps behind a column, `stepFactor`; `isAll`: there is no more detail.
+ * behind a row, `layerFactor`, or measured steps behind a column, `stepFactor`.
  * @typedef {Object} Field
  */
 
@@ -63,21 +63,19 @@ export function valueAt(field, layer, step) {
  * @param {Float32Array} values of the field's rows, measured or relative
  */
 export function valuesOfRows(values, field, rows, scale) {
-  const result = new Float32Array(field.steps.length * rows.length).fill(-1);
-  rows.forEach(({ layers }, index) => {
-    const behind = new Set(layers.map((layer) => rowOf(field, layer)));
-    behind.delete(-1);
-    const [first, ...others] = behind;
-    if (first === undefined) return;
-    for (let column = 0; column < field.steps.length; column++) {
-      let value = values[column * field.rows + first];
-      for (const row of others) {
-        const other = values[column * field.rows + row];
+  const result = new Float32Array(field.steps.length * rows.length);
+  const behind = rows.map(({ layers }) => [...new Set(layers.map((layer) => rowOf(field, layer)))]);
+  for (let column = 0; column < field.steps.length; column++) {
+    const start = column * field.rows;
+    for (let index = 0; index < rows.length; index++) {
+      let value = -1;
+      for (const row of behind[index]) {
+        const other = row < 0 ? -1 : values[start + row];
         if (rankOf(other, scale) > rankOf(value, scale)) value = other;
       }
       result[column * rows.length + index] = value;
     }
-  });
+  }
   return result;
 }
 

@@ -22,10 +22,8 @@ export function formatValue({ unit }, value) {
   return isShare ? `${formatNumber(value * 100)} %` : formatNumber(value);
 }
 
-/** With thin spaces between thousands. */
-export function formatStep(step) {
-  return String(Math.round(step)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
-}
+/** With thin spaces between thousands, as in French. */
+export const formatStep = new Intl.NumberFormat("fr", { maximumFractionDigits: 0 }).format;
 
 /** Round numbers between two ends, at most `count` or so. */
 export function roundTicks(low, high, count, whole) {
@@ -64,7 +62,7 @@ export function capital(text) {
 export function alertTitle({ kind, stage, consequences }) {
   const latest = consequences.at(-1);
   const now = stage === "escalated" ? (latest ? `, then ${faultText(latest)}` : ", escalated") : "";
-  return kindTitle(kind) + (stage === "resolved" ? ", resolved" : now);
+  return capital(kindText(kind)) + (stage === "resolved" ? ", resolved" : now);
 }
 
 export function faultText({ kind, module_name: layer }) {
@@ -73,10 +71,6 @@ export function faultText({ kind, module_name: layer }) {
 
 function kindText(kind) {
   return kind === "nonfinite" ? "NaN or infinity" : kind.replaceAll("_", " ");
-}
-
-export function kindTitle(kind) {
-  return capital(kindText(kind));
 }
 
 export function alertAloud(alert) {

@@ -200,46 +200,29 @@ const EDGE = 1e-3; // pixels by which a place at the edge of a row may be beside
 const THIN = 8; // a rectangle lower or narrower than this zooms in one direction only
 
 export function HeatMap({ page, shown }) {
-  const own = useRef({ map: null, drag: null }).current;
+  const own = useRef({ map: null, drag: null }).current; // what is drawn, and where a drag began
   const [rectangle, setRectangle] = useState(null); // that is being dragged
   const draw = useMemo(() => (canvas) => (own.map = drawHeatmap(canvas, shown)), [shown]);
-  return html`<div class="heatmap" tabindex="0" role="application" aria-label="Layers over steps"
-    ...${handlersOf(page, own, rectangle, setRectangle)}>
-    <${Plot} class="cells" role="presentation" draw=${draw} />
-    ${rectangle && html`<i class="rectangle" style=${rectangle} />`}
-  </div>`;
-}
-
-/** @param {Object} own `map`: what is drawn; `drag`: where one began */
-function handlersOf(page, own, rectangle, setRectangle) {
-  const pan = (dx, dy) => {
-    const { width, height } = own.map.box;
-    zoomTo(page, panView(page.view(), dx / width, dy / height, page.whole()));
-  };
   const end = () => {
     own.drag = null;
     setRectangle(null);
   };
-  return {
+  const handlers = {
     onpointerdown(event) {
       if (event.button !== 0) return;
       const { offsetX: x, offsetY: y } = event;
       const group = groupAt(own.map, x, y);
       if (group !== null) return toggleFold(page, group);
-      own.drag = { x, y, isPanning: event.shiftKey };
+      own.drag = { x, y };
       event.currentTarget.setPointerCapture(event.pointerId);
     },
-    onpointermove(event) {
-      const start = own.drag;
-      const { offsetX: x, offsetY: y } = event;
+    onpointermove({ offsetX: x, offsetY: y }) {
+      const { drag: start, map: { box } } = own;
       if (!start) return;
-      start.hasMoved ||= Math.abs(x - start.x) > CLICK || Math.abs(y - start.y) > CLICK;
-      if (!start.hasMoved) return;
-      if (!start.isPanning) return setRectangle(rectangleOf(own.map.box, start, x, y));
-      pan(start.x - x, start.y - y);
-      Object.assign(start, { x, y });
+      start.hasMoved ||= Math.hypot(x - start.x, y - start.y) > CLICK;
+      if (start.hasMoved) setRectangle(rectangleOf(box, start, x, y));
     },
-    onpointerup(event) {
+    onpointerup() {
       const { drag: start, map: { box, view, rows, panel } } = own;
       if (!start) return;
       end();
@@ -257,12 +240,18 @@ function handlersOf(page, own, rectangle, setRectangle) {
       const isZooming = event.ctrlKey || event.metaKey;
       if (!isZooming && page.state.zoom === null) return;
       event.preventDefault();
-      if (!isZooming) return pan(event.deltaX, event.deltaY);
-      const { box } = own.map;
-      const [x, y] = [(event.offsetX - box.x) / box.width, (event.offsetY - box.y) / box.height];
-      zoomTo(page, scaleView(page.view(), Math.exp(event.deltaY / 300), x, y));
+      const { deltaX, deltaY, offsetX, offsetY } = event;
+      const { x, y, width, height } = own.map.box;
+      const view = isZooming
+        ? scaleView(page.view(), Math.exp(deltaY / 300), (offsetX - x) / width, (offsetY - y) / height)
+        : panView(page.view(), deltaX / width, deltaY / height, page.whole());
+      zoomTo(page, view);
     },
   };
+  return html`<div class="heatmap" tabindex="0" role="application" aria-label="Layers over steps" ...${handlers}>
+    <${Plot} class="cells" role="presentation" draw=${draw} />
+    ${rectangle && html`<i class="rectangle" style=${rectangle} />`}
+  </div>`;
 }
 
 /** The rectangle between two places inside of a box; over all of it in a direction in which it is thin; or null. */

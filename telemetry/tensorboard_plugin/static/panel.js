@@ -1,12 +1,12 @@
 // The runs side by side: loss and learning rate, the picture with its profile, curves of layers.
 
 import { goTo, listRuns, selectIn } from "./actions.js";
-import { costsOf, curvesOfLayers, drawLayerCurves, drawProfile, profileWidth, rangesOf, stripOf } from "./curves.js";
+import { chartOf, costsOf, curvesOfLayers, drawProfile, profileWidth, rangesOf, stripOf } from "./curves.js";
 import { firstDifference, isThinned, valuesOfRows } from "./field.js";
 import { clamp, formatStep } from "./format.js";
 import { HeatMap, RIGHT } from "./heatmap.js";
-import { CurveLegend, Plot, usePointed } from "./parts.js";
-import { html, useMemo } from "./preact.js";
+import { CurveLegend, Curves, Plot, usePointed } from "./parts.js";
+import { html } from "./preact.js";
 import { rowOfLayer, titleOf } from "./rows.js";
 import { INFINITE_COLORS, MODES, NAN_COLORS, ZERO_COLOR, drawScale, makeScale, usualOf } from "./scale.js";
 import { memo } from "./state.js";
@@ -55,10 +55,8 @@ export function contentsOf(page) {
     };
     return { ...content, curves: curvesOfLayers(content) };
   });
-  const [first, second] = contents;
-  if (second) [first.compared, second.compared] = [second, first];
-  const size = sizeOf(page, contents);
-  return contents.map((content) => Object.assign(content, size));
+  const common = { ...sizeOf(page, contents), fit: contents.flatMap(({ curves }) => curves) };
+  return contents.map((content) => ({ ...content, ...common }));
 }
 
 function sizeOf(page, contents) {
@@ -115,6 +113,7 @@ function Panel({ page, shown }) {
   const isEmpty = !field.steps.length || !shown.rows.length;
   const title = shown.mode === "run" ? `${panel.name}, relative to ${page.state.other}` : panel.name;
   const onPick = ({ layer, step }) => (layer === undefined ? page.update({ step }) : selectIn(page, panel, layer, step));
+  const labelAt = ({ layer }) => shown.rows[rowOfLayer(shown.rows, panel.indexOf(layer))]?.label;
   const over = `${statistic.title} over time`;
   return html`<section class="panel" aria-label=${panel.name} data-run=${panel.name} data-layers=${layers.length}
     data-steps=${field.steps.length} data-last-step=${lastStep}>
@@ -134,8 +133,7 @@ function Panel({ page, shown }) {
         ${shown.rightOf > 0 && html`<${Profile} shown=${shown} onPick=${onPick} />`}
       </div>`}
       ${!isEmpty && curves.length > 0 && html`<h2 class="curves-title">${over}</h2>
-        <${LayerCurves} shown=${shown} aria-label=${over} onPick=${onPick} />
-        <${CurveLegend} curves=${curves} />`}
+        <${Curves} class="curves" title=${over} labelAt=${labelAt} onPick=${onPick} ...${chartOf(shown)} />`}
     </div>
   </section>`;
 }
@@ -144,18 +142,9 @@ function Panel({ page, shown }) {
 function Profile({ shown, onPick }) {
   const { step0, step1 } = shown.view;
   const middle = Math.floor((step0 + step1) / 2);
-  const step = usePointed()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
-  const draw = useMemo(() => (canvas) => drawProfile(canvas, shown, step), [shown, step]);
+  const step = usePointed((at) => at?.step) ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
   return html`<${Plot} class="profile" aria-label="${shown.statistic.title} over the depth at step ${step}"
-    draw=${draw} onPick=${onPick} />`;
-}
-
-/** Curves of the selected layer and those with alerts; that of the row under the pointer is thick. */
-function LayerCurves({ shown, ...attributes }) {
-  const { panel, rows } = shown;
-  const row = rows[rowOfLayer(rows, panel.indexOf(usePointed()?.layer))];
-  const draw = useMemo(() => (canvas) => drawLayerCurves(canvas, shown, row?.label), [shown, row?.label]);
-  return html`<${Plot} class="curves" draw=${draw} ...${attributes} />`;
+    draw=${(canvas) => drawProfile(canvas, shown, step)} onPick=${onPick} />`;
 }
 
 /** The line with the first NaN or difference; a click goes there. */
@@ -204,7 +193,7 @@ function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
     estimated && "Counts of zeros and of values that are not finite, and kurtosis, are those of samples.",
     isPartial && `${(100 * trainedShare).toFixed(1)} % of the parameters are in layers that train.`,
     behind.length && `Reduced: each cell is the largest of ${behind.map((pair) => pair.join(" ")).join(" × ")}.`,
-    isThinned(field) && !field.isAll && "Zoom in to see all.",
+    isThinned(field) && page.source.isLive && "Zoom in to see all.",
     error && `The part in view could not be read: ${error.message}.`,
     !isMeasured && `${statistic.title}: not measured for any layer of this run.`,
   ]

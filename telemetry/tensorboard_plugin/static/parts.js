@@ -1,8 +1,8 @@
 // Pieces that several parts of the page use: plots with a crosshair, the tooltip, lists, dialogs.
 
 import { isInside, stepAt, xOf } from "./canvas.js";
-import { sampleOf } from "./chart.js";
-import { clamp, formatStep } from "./format.js";
+import { drawChart, sampleOf } from "./chart.js";
+import { formatStep } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./preact.js";
 
 let pointed = null;
@@ -18,14 +18,15 @@ export function point(at) {
   for (const follow of followers) follow(at);
 }
 
-/** Within a component: that; the component is drawn again when it changes. */
-export function usePointed() {
-  const [at, follow] = useState(pointed);
+/** Within a component: that, or the part of it that a function selects; when it changes, the component is drawn again. */
+export function usePointed(select = (at) => at) {
+  const [selected, setSelected] = useState(() => select(pointed));
   useLayoutEffect(() => {
+    const follow = (at) => setSelected(select(at));
     followers.add(follow);
     return () => followers.delete(follow);
-  }, []);
-  return at;
+  });
+  return selected;
 }
 
 addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
@@ -106,28 +107,33 @@ export function Plot({ draw, onPick, ...attributes }) {
   </div>`;
 }
 
-const MARGIN = 6;
+/**
+ * Curves over steps, and their legend; the one that is under the pointer somewhere is thick.
+ * @param {Object} props options of `drawChart`; `labelAt(at)`: the label of the curve of what is under the pointer
+ */
+export function Curves({ title, class: style, labelAt = () => null, onPick, hasLegend = true, ...options }) {
+  const label = usePointed((at) => at && labelAt(at));
+  const curves = options.curves.map((curve) => (curve.label === label ? { ...curve, width: 3 } : curve));
+  const draw = (canvas, width) => drawChart(canvas, { width, ...options, curves });
+  return html`<${Plot} class=${style} draw=${draw} aria-label=${title} onPick=${onPick} />
+    ${hasLegend && html`<${CurveLegend} curves=${curves} />`}`;
+}
 
-/** Next to the pointer, inside of the window. A popover: it is above dialogs, too. */
+/** Next to the pointer, toward the middle of the window. A popover: it is above dialogs, too. */
 export function Tooltip() {
   const node = useRef();
   const at = usePointed();
   const said = at?.x === undefined ? null : at;
   useLayoutEffect(() => {
-    const { current } = node;
-    if (current.matches(":popover-open")) current.hidePopover(); // a dialog may have opened since
-    if (!said) return;
-    current.showPopover();
-    const { offsetWidth: width, offsetHeight: height } = current;
-    const right = said.x + 16;
-    const left = right + width > innerWidth ? said.x - width - 12 : right;
-    current.style.left = `${Math.max(left, MARGIN)}px`;
-    current.style.top = `${clamp(said.y + 14, MARGIN, innerHeight - height - MARGIN)}px`;
+    node.current.togglePopover(false); // a dialog may have opened since
+    node.current.togglePopover(Boolean(said));
   }, [said]);
+  const beside = (at, length, before, behind) => (at > length / 2 ? { [before]: length - at + 14 } : { [behind]: at + 14 });
+  const place = said && { ...beside(said.x, innerWidth, "right", "left"), ...beside(said.y, innerHeight, "bottom", "top") };
   const line = (curve) => html`<tr class=${curve.isNearest ? "nearest" : ""}>
     <td><${Sample} ...${curve} /></td><td>${curve.label}</td><td>${curve.text}</td>
   </tr>`;
-  return html`<div class="tooltip" role="tooltip" popover="manual" ref=${node}>
+  return html`<div class="tooltip" role="tooltip" popover="manual" style=${place} ref=${node}>
     ${said && html`<b>${said.title ?? `step ${formatStep(said.step)}`}</b>`}
     ${said?.parts}
     ${said?.lines && html`<table><tbody>${said.lines.map(line)}</tbody></table>`}
@@ -138,13 +144,10 @@ function Sample({ color, dash }) {
   return color ? html`<i class="sample" style=${{ background: sampleOf(color, dash), color }} />` : null;
 }
 
-const LONG = 48; // characters of a label, whose end says most
-
 /** The color and name of each curve. */
 export function CurveLegend({ curves }) {
-  const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
   return html`<div class="curve-legend">
-    ${curves.map((curve) => html`<span title=${curve.label}><${Sample} ...${curve} />${short(curve.label)}</span>`)}
+    ${curves.map((curve) => html`<span><${Sample} ...${curve} />${curve.label}</span>`)}
   </div>`;
 }
 
@@ -155,15 +158,6 @@ export function DropDown({ label, options, value, onChoose, ...attributes }) {
       ${options.map(([key, text]) => html`<option value=${key} selected=${key === value}>${text}</option>`)}
     </select>
   </label>`;
-}
-
-/** The name of a layer, which breaks behind its dots. */
-export function LayerName({ name }) {
-  return html`<span class="alert-layer">${name.split(/(?<=\.)/).map((part) => [part, html`<wbr />`])}</span>`;
-}
-
-export function Letter({ index }) {
-  return html`<b class="letter letter${index}">${"AB"[index]}</b>`;
 }
 
 /** A modal dialog for as long as it is drawn; closing it calls `onClose`. */

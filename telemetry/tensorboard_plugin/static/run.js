@@ -1,6 +1,6 @@
 // One run: its data, how its layers are grouped into rows, and the values that are drawn of them.
 
-import { append, endOf, firstNonfinite, isThinned, measuredLayers, relativeToRun, relativeValues } from "./field.js";
+import { append, firstNonfinite, isThinned, measuredLayers, relativeToRun, relativeValues } from "./field.js";
 import { groupByPath, groupByRole, isUntrained, makeRows } from "./rows.js";
 import { memo } from "./state.js";
 
@@ -97,12 +97,6 @@ export class Run {
     return (this.field(statistic) ?? this.lastField)?.steps ?? [];
   }
 
-  /** Steps from the first to the end of the last column; null without any. */
-  extent(statistic) {
-    const steps = this.steps(statistic);
-    return steps.length ? [steps[0], endOf(steps)] : null;
-  }
-
   firstNonfinite(statistic) {
     return firstNonfiniteOf(this.field(statistic));
   }
@@ -125,7 +119,7 @@ export class Run {
   /** The field to draw in a view: of a reduced one, the full part once it is loaded. */
   fieldIn(view, statistic, isZoomed, rows) {
     const whole = (this.lastField = this.field(statistic));
-    if (!isZoomed || !isThinned(whole) || whole.isAll) return whole;
+    if (!isZoomed || !isThinned(whole) || !this.source.isLive) return whole;
     const query = partOf(view, rows);
     const key = [this.round, statistic.name, ...Object.values(query)].join(" ");
     if (key !== this.part.key) this.#readPart({ key }, statistic, query);

@@ -47,7 +47,7 @@ export function palette(diverging, missing) {
   return colors;
 }
 
-export function cssColor(diverging, place) {
+function cssColor(diverging, place) {
   const [red, green, blue] = mix(diverging ? DIVERGING : SEQUENTIAL, place);
   return `rgb(${red} ${green} ${blue})`;
 }
@@ -75,7 +75,7 @@ function pixel([red, green, blue]) {
   return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 }
 
-const SAMPLE = 200_000;
+const SAMPLE = 50_000;
 const MAX_DECADES = 12;
 const OUTSIDE = 0.002; // share of the values at either end that may lie beyond the scale
 
@@ -106,21 +106,24 @@ export function makeScale(statistic, mode, fields) {
   return { diverging, log: true, low, high };
 }
 
-export function placeOf({ log, low, high }, value) {
-  return clamp(log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low), 0, 1);
+/** The function from values to places on a scale, 0 to 1. */
+export function placesOn({ log, low, high }) {
+  const size = log ? Math.log(high / low) : high - low;
+  return (value) => clamp((log ? Math.log(value / low) : value - low) / size, 0, 1);
 }
 
 /** The code of each value; see `MISSING_CODE`. */
 export function encode(scale, values) {
   const codes = new Uint8Array(values.length);
   const span = LAST_CODE - FIRST_CODE;
+  const placeOf = placesOn(scale);
   for (let i = 0; i < values.length; i++) {
     const value = values[i];
     if (value < 0) codes[i] = MISSING_CODE;
     else if (value === 0 && scale.log) codes[i] = ZERO_CODE;
     else if (value === Infinity) codes[i] = INFINITE_CODE;
     else if (value !== value) codes[i] = NAN_CODE;
-    else codes[i] = FIRST_CODE + Math.round(placeOf(scale, value) * span);
+    else codes[i] = FIRST_CODE + Math.round(placeOf(value) * span);
   }
   return codes;
 }
@@ -128,7 +131,8 @@ export function encode(scale, values) {
 export function scaleTicks(scale) {
   const { log, low, high } = scale;
   const values = log ? logTicks(low, high, 7) : [0, 0.25, 0.5, 0.75, 1].map((place) => low + (high - low) * place);
-  return values.map((value) => ({ place: placeOf(scale, value), text: scaleText(scale, value) }));
+  const placeOf = placesOn(scale);
+  return values.map((value) => ({ place: placeOf(value), text: scaleText(scale, value) }));
 }
 
 /** A value on a scale: as it is, or as a ratio or difference. */
@@ -198,8 +202,9 @@ export function drawScale(canvas, scale, theme, usual) {
     context.fillRect(BAR.x + x, BAR.y, 1.5, BAR.height);
   }
   const xAt = (place) => BAR.x + place * BAR.width;
+  const placeOf = placesOn(scale);
   const ticks = scaleTicks(scale).map(({ place, text }) => ({ x: xAt(place), text }));
   drawTicks(context, theme, BAR, ticks, BAR.x, BAR.x);
   context.fillStyle = theme.usual;
-  for (const value of usual) drawShape(context, xAt(placeOf(scale, value)), 0, [[-5, 0], [5, 0], [0, BAR.y]]);
+  for (const value of usual) drawShape(context, xAt(placeOf(value)), 0, [[-5, 0], [5, 0], [0, BAR.y]]);
 }

@@ -4,50 +4,57 @@ import { curveAt, rowOf } from "./field.js";
 
 /**
  * Each question is one route of the server, whose functions say what the answers have. A subclass has
- * `json(route, query)` and `binary(route, query)`.
+ * `ask(route, query)`, the answer as a `Response`; null in a report without it.
  */
-export class Source {
-  runs = () => this.json("runs");
-  onsets = (run, step) => this.json("onsets", { run, step });
-  images = (run, layer) => this.json("images", { run, layer });
-  overview = (run) => this.json("run", { run });
+class Source {
+  runs = () => this.#json("runs", {});
+  overview = (run) => this.#json("run", { run });
+  onsets = (run, step) => this.#json("onsets", { run, step });
+  images = (run, layer) => this.#json("images", { run, layer });
+  units = (run, layer) => this.#arrays("units", { run, layer });
+  scalars = (run) => this.#items("scalars", { run }, "curves", ["steps", "values"]);
+  histograms = (run, layer) => this.#items("histograms", { run, layer }, "histograms", ["steps", "edges", "shares"]);
 
   /** The field of one statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`. */
-  matrix = (run, statistic, part) => this.binary("matrix", { run, statistic, ...part });
+  matrix(run, statistic, part) {
+    return this.#arrays("matrix", { run, statistic, ...part });
+  }
 
-  scalars = async (run) => items(await this.binary("scalars", { run }), "curves", ["steps", "values"]);
-
-  histograms = async (run, layer) =>
-    items(await this.binary("histograms", { run, layer }), "histograms", ["steps", "edges", "shares"]);
-
-  layer = async (run, layer) => {
-    const found = await this.binary("layer", { run, layer });
+  async layer(run, layer) {
+    const found = await this.#arrays("layer", { run, layer });
     const curve = (prefix) => ({ steps: found[`${prefix}.steps`], values: found[`${prefix}.values`] });
     const [statistics, parameters] = ["statistics", "parameters"].map(
       (group) => new Map(found[group].map((name, i) => [name, curve(`${group}${i}`)])),
     );
     return { statistics, parameters };
-  };
+  }
 
-  units = async (run, layer) => {
-    const found = await this.binary("units", { run, layer });
-    return { ...found, count: found.arrays.extremes.shape[1] };
-  };
+  async #json(route, query) {
+    return (await this.ask(route, query))?.json();
+  }
+
+  async #arrays(route, query) {
+    const answer = await this.ask(route, query);
+    return answer && unpack(await answer.arrayBuffer());
+  }
+
+  /** The items of an answer, each with its arrays. */
+  async #items(route, query, name, keys) {
+    const found = await this.#arrays(route, query);
+    const arraysOf = (_, i) => Object.fromEntries(keys.map((key) => [key, found[key + i]]));
+    return found?.[name].map((item, i) => ({ ...item, ...arraysOf(item, i) })) ?? [];
+  }
 }
 
 export class ServerSource extends Source {
   root = new URL("../", import.meta.url);
   isLive = true; // there may be more when asked again
 
-  json = async (route, query) => (await this.#get(route, query)).json();
-
-  binary = async (route, query) => unpack(await (await this.#get(route, query)).arrayBuffer());
-
   reportUrl = (runs) => this.#url("report", runs.map((run) => ["run", run]));
 
   imageUrl = (run, tag, step) => this.#url("image", { run, tag, step });
 
-  async #get(route, query) {
+  async ask(route, query) {
     const response = await fetch(this.#url(route, query));
     if (response.ok) return response;
     const answer = await response.json().catch(() => ({}));
@@ -61,61 +68,49 @@ export class ServerSource extends Source {
   }
 }
 
-/** Data written by `telemetry.tensorboard_plugin.report`; binary parts as base64 of gzip. */
+/** Answers in a file that `telemetry.tensorboard_plugin.report` wrote: base64 of gzip, by route and query. */
 export class EmbeddedSource extends Source {
   isLive = false;
-  units = async () => null;
-  fields = new Map();
+  #fields = new Map();
 
+  /** @param {Object} data `answers`, and `pictures`, which are PNG files in base64 */
   constructor(data) {
     super();
-    this.data = data;
+    Object.assign(this, data);
   }
 
-  json = async (route, { run, step, layer } = {}) => {
-    if (!run) return this.data.table;
-    const { overview, onsets, images } = this.data.runs[run];
-    // The layers that changed first are known at the steps of alerts.
-    return { run: overview, onsets: onsets[step] ?? { isUnknown: true }, images: images[layer] ?? [] }[route];
-  };
+  imageUrl = (...query) => `data:image/png;base64,${this.pictures[query.join("\n")]}`;
 
-  binary = async (route, { run, statistic, layer }) => {
-    const { matrices, scalars, histograms } = this.data.runs[run];
-    const packed = { matrix: matrices[statistic], scalars, histograms: histograms[layer] }[route];
-    return packed ? unpack(await inflate(packed)) : { histograms: [] };
-  };
+  async ask(route, query) {
+    const packed = this.answers[[route, ...Object.values(query)].join("\n")];
+    if (!packed) return null;
+    const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")));
+  }
 
-  matrix = async (run, statistic) => {
-    const key = JSON.stringify([run, statistic]);
-    const read = async () => ({ ...(await this.binary("matrix", { run, statistic })), isAll: true });
-    if (!this.fields.has(key)) this.fields.set(key, read());
-    return this.fields.get(key);
-  };
+  /** There is one field of a statistic, without parts. */
+  matrix(run, statistic) {
+    const key = `${run}\n${statistic}`;
+    if (!this.#fields.has(key)) this.#fields.set(key, super.matrix(run, statistic));
+    return this.#fields.get(key);
+  }
 
-  /** Curves of a layer, cut out of the matrices; those of its parameters are unknown. */
-  layer = async (run, name) => {
-    const { overview, matrices } = this.data.runs[run];
-    const layer = overview.layers.findIndex((known) => known.name === name);
+  /** Curves of a layer, cut out of the fields; those of its parameters are unknown. */
+  async layer(run, name) {
+    const { layers, statistics: known } = await this.overview(run);
+    const layer = layers.findIndex((one) => one.name === name);
     const statistics = new Map();
-    for (const statistic of Object.keys(matrices)) {
+    for (const { name: statistic } of known) {
       const field = await this.matrix(run, statistic);
       const curve = curveAt(field.steps, field.values, field.rows, rowOf(field, layer));
       if (curve.steps.length) statistics.set(statistic, curve);
     }
     return { statistics, parameters: null };
-  };
-
-  imageUrl = (run, tag, step) => `data:image/png;base64,${this.data.runs[run].pictures[`${tag} ${step}`]}`;
-}
-
-async function inflate(text) {
-  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).arrayBuffer();
+  }
 }
 
 /** Header and arrays of an answer that `payloads.pack` made, by name. */
-export function unpack(buffer) {
+function unpack(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
   const arrays = Object.entries(header.arrays).map(([name, { type, shape, offset }]) => {
@@ -124,9 +119,4 @@ export function unpack(buffer) {
     return [name, new Type(buffer, 8 + length + offset, size)];
   });
   return { ...header, ...Object.fromEntries(arrays) };
-}
-
-/** The items of an answer, each with its arrays. */
-function items(found, name, keys) {
-  return found[name].map((item, i) => ({ ...item, ...Object.fromEntries(keys.map((key) => [key, found[key + i]])) }));
 }

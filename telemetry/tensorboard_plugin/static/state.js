@@ -71,7 +71,7 @@ const TABLE = {
   table: oneOf("", "run", "other"), // the open table of runs, and what for
   filter: text(), // of that table
   checked: set, // runs that are drawn together
-  columns: set, // of that table: "+title" is shown and "-title" is not, whatever is usual
+  columns: set, // of that table: those that are shown or hidden unlike usual
   curves: oneOf("", "loss", "layer"), // what of the runs is drawn; "": the layer, if one is selected
   smoothing: number((share) => share > 0 && share < 1),
   seeds: flag("grouped"), // whether runs that differ in the seed are one curve
@@ -95,6 +95,11 @@ export function fromLink(link) {
 /** Whether the browser's Back should lead from one state to the one before. */
 export function isEntry(before, after) {
   return NEW_ENTRY.some((name) => TABLE[name].encode(before[name]) !== TABLE[name].encode(after[name]));
+}
+
+/** A set with a value more, or without it if it has it. */
+export function toggled(values, value) {
+  return values.symmetricDifference(new Set([value]));
 }
 
 export function keyOfAlert({ step, kind, module_name: culprit }) {

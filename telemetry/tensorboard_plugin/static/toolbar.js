@@ -1,7 +1,6 @@
 // The row of controls at the top, which in a narrow window a button shows; saving the view as PNG or CSV.
 
-import { foldAt, listRuns, selectOnlyRow, unzoom } from "./actions.js";
-import { drawAt } from "./canvas.js";
+import { foldAt, listRuns, move, unzoom } from "./actions.js";
 import { isThinned, rowOf } from "./field.js";
 import { formatStep } from "./format.js";
 import { contentsOf } from "./panel.js";
@@ -37,7 +36,7 @@ export function Toolbar({ page }) {
       <input type="search" placeholder="name or class" value=${state.search}
         title="Part of a name or class; “pictures” lists the layers that have some"
         oninput=${({ target }) => page.update({ search: target.value, zoom: null })}
-        onkeydown=${({ key }) => key === "Enter" && selectOnlyRow(page)} />
+        onkeydown=${({ key }) => key === "Enter" && move(page, 0)} />
     </label>
     <button class="reset" disabled=${!state.zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
     <button class="drawer-open" onclick=${() => page.update({ side: true })}>Alerts ${page.alerts.length}</button>
@@ -93,10 +92,7 @@ function RunButton({ label, name, runs, onclick }) {
 function Layers({ page, grouping }) {
   const { folded, all, order } = page.state;
   const levels = Array.from({ length: deepest(grouping) }, (_, i) => i + 1);
-  const isFoldedAt = (depth) => {
-    const paths = groupsAtDepth(grouping, depth);
-    return paths.length === folded.size && paths.every((path) => folded.has(path));
-  };
+  const isFoldedAt = (depth) => !folded.symmetricDifference(new Set(groupsAtDepth(grouping, depth))).size;
   const level = levels.find(isFoldedAt) ?? "some";
   const at = (depth) => (order === "role" ? "one row per role" : `folded at depth ${depth}`);
   const options = [
@@ -113,42 +109,35 @@ function Layers({ page, grouping }) {
 // --- saving
 
 const MARGIN = 12;
-const LINE = 20;
-const PNG_SCALE = 2;
 
-export async function saveView(page, kind) {
-  const [content] = contentsOf(page);
+async function saveView(page, kind) {
   const name = `${page.state.run}-${page.statistic.name}`.replace(/[^\w.-]+/g, "_");
-  if (kind === "png") return download(`${name}.png`, await pictureOf(page, content));
+  if (kind === "png") return download(`${name}.png`, await pictureOf(page));
+  const [content] = contentsOf(page);
   const thinned = isThinned(content.field) ? "-thinned" : "";
   download(`${name}${thinned}.csv`, new Blob([csvOf(content)], { type: "text/csv" }));
 }
 
-/** The runs side by side as they are seen, below a line that says what they are. */
-function pictureOf(page, { view }) {
+/** The runs side by side as they are seen. */
+function pictureOf(page) {
   const { theme, root } = page;
   const picture = root.querySelector(".picture");
   const { left, top, width, height } = picture.getBoundingClientRect();
   const canvas = document.createElement("canvas");
-  canvas.width = (width + 2 * MARGIN) * PNG_SCALE;
-  canvas.height = (height + 2 * MARGIN + LINE) * PNG_SCALE;
+  canvas.width = (width + 2 * MARGIN) * devicePixelRatio;
+  canvas.height = (height + 2 * MARGIN) * devicePixelRatio;
   const context = canvas.getContext("2d");
-  context.scale(PNG_SCALE, PNG_SCALE);
+  context.scale(devicePixelRatio, devicePixelRatio);
   context.fillStyle = theme.background;
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.font = theme.font;
   context.textBaseline = "middle";
-  context.fillStyle = theme.text;
-  const steps = `steps ${formatStep(view.step0)} to ${formatStep(view.step1 - 1)}`;
-  context.fillText(`${page.panels.map(({ name }) => name).join(", ")} · ${steps}`, MARGIN, MARGIN + LINE / 2);
   const place = (node) => {
     const box = node.getBoundingClientRect();
-    return [box.left - left + MARGIN, box.top - top + MARGIN + LINE, box.width, box.height];
+    return [box.left - left + MARGIN, box.top - top + MARGIN, box.width, box.height];
   };
   const seen = (selector) => [...picture.querySelectorAll(selector)].filter((node) => node.checkVisibility());
-  drawAt(PNG_SCALE, () => page.drawNow());
   for (const node of seen("canvas")) context.drawImage(node, ...place(node));
-  page.drawNow();
   for (const node of seen(".sample, .swatch i")) {
     context.fillStyle = getComputedStyle(node).color;
     context.fillRect(...place(node));

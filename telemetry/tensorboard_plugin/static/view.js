@@ -12,7 +12,7 @@ export function viewOf([step0, step1], [row0, row1]) {
 }
 
 export function wholeView(extents, rowCount) {
-  const ends = extents.flatMap((extent) => extent ?? []);
+  const ends = extents.flat();
   return viewOf(ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1], [0, Math.max(rowCount, 1)]);
 }
 

@@ -176,7 +176,7 @@ def test_the_page_is_listed_and_served_with_its_modules(client: Client) -> None:
     assert response.content_type.startswith("text/javascript")
     keywords = re.findall(r"^(import .*|export .*)", response.text, re.MULTILINE)
     # All modules are in one request.
-    assert keywords == ["export const { render, renderReport } = $index;"]
+    assert keywords == ["export const { render, renderReport } = $app;"]
     assert client.request("static/state.js").status_code == 200
     assert client.request("static/style.css").content_type.startswith("text/css")
 

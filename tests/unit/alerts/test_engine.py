@@ -67,6 +67,11 @@ BEFORE = at(3, severity="warning") | at(7, severity="error")
         (cause(*LONG), effect(7, severity="note", persistent=True), [BEGIN]),
         (cause(*UNTIL_30), effect(7, persistent=True),
          [BEGIN, WORSE, END, (30, "started", "effect")]),
+        # It starts then, though it had become an error before.
+        (cause(*UNTIL_30),
+         Scripted(at(7, severity="warning") | at(9, severity="error"), kind="effect",
+                  explained_by={"cause"}, persistent=True, clear_after=99),
+         [BEGIN, WORSE, END, (30, "started", "effect")]),
         (cause(*UNTIL_30), effect(7, persistent=True, clear_after=3), [BEGIN, WORSE, END]),
         (cause(*UNTIL_30), effect(7, clear_after=53), [BEGIN, END]),
         # A note suppresses only notes.

@@ -181,7 +181,7 @@ def sweep(tmp_path: Path) -> Path:
 
 def test_runs_are_a_table_of_their_differences(sweep: Path) -> None:
     heading, *rows = lines("runs", sweep)
-    titles = ["last step", "last loss", "best loss", "first alert", "lr", "seed", "hparams/status"]
+    titles = ["last step", "last loss", "best loss", "worst alert", "lr", "seed", "hparams/status"]
     assert re.split("  +", heading) == ["run", "status", "started", *titles]
     assert [row.split()[0] for row in rows] == ["run11", "run10", "run9", "run8"]
     cells = ["9", "nan", "1", "exploding_gradient in fc, step 2", "3", "5", "x"]
@@ -218,7 +218,7 @@ def test_filtered_runs_have_the_columns_that_differ_and_a_wrong_filter_is_named(
 ) -> None:
     rows = table("\n".join(lines("runs", sweep, "--csv", "--filter", "x")))
     assert len(rows) == 3
-    assert list(rows[0])[-2:] == ["first_alert", "lr"]
+    assert list(rows[0])[-2:] == ["worst_alert", "lr"]
     assert "'lr=7'" in "".join(lines("runs", sweep, "--filter", "lr=7"))
     assert "--filter lr<: needs a value" in error("runs", sweep, "--filter", "lr<")
     assert "must be one of run, status, started" in error("runs", sweep, "--sort", "loss")

@@ -51,6 +51,7 @@ PLACE_OF_RULES = "is the name of a rule; .* {'dead_units': None}"
         ({"alerts": rule("nonfinite")}, TypeError, "must be a list of rules"),
         ({"measure": "image"}, ValueError, r"measure='image'\): must be .*or \"images\""),
         ({"measure": ["!weight"]}, ValueError, r"measure='!weight'\): must be \"activations\""),
+        ({"measure": ["!images", "weights"]}, ValueError, "what is measured, or with !"),
         ({"measure": None}, TypeError, r"measure=None\): must be \"activations\""),
         ({"resume": 1}, TypeError, r"resume=1\): must be True or False"),
         ({"enabled": 1}, TypeError, r"enabled=1\): must be True or False"),

@@ -1,14 +1,129 @@
-// Everything about one layer: its statistics at a step and over time, histograms, pictures, alerts.
+// The side panel: a chosen alert, the layers that changed first, hyperparameters, all alerts, and a layer in detail.
 
-import { chooseAlert, close, listOnsets, moveStep } from "./actions.js";
+import { chooseAlert, close, listOnsets, move, select } from "./actions.js";
 import { axisOf, drawChart, styleOf } from "./chart.js";
 import { drawHistogram, drawUnits, quantilesOf, unitsText, zeroText } from "./distribution.js";
 import { columnAt } from "./field.js";
-import { alertTitle, capital, clamp, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
-import { CurveLegend, Dialog, DropDown, Letter, Plot, useAnswer } from "./parts.js";
+import { alertAloud, alertTitle, capital, clamp, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
+import { Curves, Dialog, DropDown, Plot, useAnswer } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { makeScale } from "./scale.js";
+
+const SEVERITIES = [["", "all"], ["error", "errors"], ["warning", "warnings"], ["note", "notes"]];
+
+export function Side({ page }) {
+  const alert = page.chosenAlert;
+  const run = page.panels.length > 1 ? page.current.name : null;
+  const step = alert?.step ?? page.state.onsets;
+  return html`
+    <button class="drawer-close" onclick=${() => close(page)}>Close</button>
+    <section class="chosen-alert" aria-label="Chosen alert">
+      ${alert && html`<div class="alert ${alert.severity}"><${AlertText} alert=${alert} run=${run} /></div>`}
+    </section>
+    ${step !== null && html`<${Onsets} page=${page} step=${step} />`}
+    ${page.current.indexOf(page.state.layer) >= 0 && html`<${Detail} page=${page} />`}
+    <${Hparams} page=${page} />
+    <${AlertList} page=${page} />
+  `;
+}
+
+/** The hyperparameters of the runs, the values in which two differ in bold. */
+function Hparams({ page }) {
+  const all = page.panels.map(({ overview }) => overview.hparams ?? {});
+  const names = [...new Set(all.flatMap(Object.keys))];
+  if (!names.length) return null;
+  const text = (value) => (typeof value === "number" ? formatNumber(value) : String(value ?? "–"));
+  const few = Object.keys(all[0]).map((name) => `${name} ${text(all[0][name])}`).join(" · ");
+  const row = (name) => {
+    const values = all.map((hparams) => text(hparams[name]));
+    const style = new Set(values).size > 1 ? "strong" : "";
+    return html`<tr><th scope="row">${name}</th>${values.map((value) => html`<td class=${style}>${value}</td>`)}</tr>`;
+  };
+  return html`<details class="hparams" open=${!page.source.isLive /* a report may be printed */}>
+    <summary title=${few}><b>Hyperparameters</b><span class="muted"> ${few}</span></summary>
+    <table><tbody>${names.map(row)}</tbody></table>
+  </details>`;
+}
+
+const MOST = 8;
+
+/** The layers that changed first around a step. */
+function Onsets({ page, step }) {
+  const { name: run, round } = page.current;
+  const answer = useAnswer(`${run}\n${step}`, round, () => page.source.onsets(run, step));
+  if (!answer) return null; // a report knows those at alerts
+  const onsets = answer.onsets?.filter(({ name }) => page.current.indexOf(name) >= 0) ?? [];
+  const item = ({ name, step: at, factor }) => html`<li>
+    <button onclick=${() => select(page, name, at)}>
+      <${LayerName} name=${name || "the model"} />
+      <span class="number">step ${formatStep(at)} · ${factorText(Number(factor) /* JSON has no infinity */)}</span>
+    </button>
+  </li>`;
+  return html`<section class="onsets" aria-label="Which layers changed first">
+    <h2>Which layers changed first
+      <span class="count">${onsets.length ? `${answer.count} of ${answer.layers} layers` : ""}</span></h2>
+    <p class=${answer.error ? "failure" : "muted"}>${explanation(answer, onsets, formatStep(step))}</p>
+    <ol>${onsets.slice(0, MOST).map(item)}</ol>
+  </section>`;
+}
+
+function explanation({ error, onsets: found }, shown, step) {
+  if (error) return error.message;
+  if (found === null) return `Too few steps before step ${step} to know the usual range.`;
+  if (!shown.length) return `No layer's gradient norm was unusual at step ${step}.`;
+  return `Gradient norms out of their usual range by step ${step}, the earliest first.`;
+}
+
+function factorText(factor) {
+  if (factor === Infinity) return "NaN or infinite";
+  if (factor === 0) return "fell to 0";
+  return factor >= 1 ? `${formatNumber(factor)}x above` : `${formatNumber(1 / factor)}x below`;
+}
+
+/** All alerts, newest first, with filters; a click jumps to the cell. */
+function AlertList({ page }) {
+  const [severity, setSeverity] = useState("");
+  const chosen = page.chosenAlert;
+  const all = page.panels
+    .flatMap(({ alerts, name }) => alerts.map((alert) => ({ alert, run: page.panels.length > 1 ? name : null })))
+    .sort((a, b) => b.alert.step - a.alert.step);
+  const shown = all.filter(({ alert }) => !severity || alert.severity === severity);
+  const count = shown.length === all.length ? all.length : `${shown.length} of ${all.length}`;
+  const item = ({ alert, run }) => html`<li>
+    <button class="alert ${alert.severity}" aria-pressed=${String(alert === chosen)} onclick=${() => chooseAlert(page, alert)}>
+      <${AlertText} alert=${alert} run=${run} isShort=${alert === chosen} />
+    </button>
+  </li>`;
+  return html`<section class="alerts" aria-label="Alerts">
+    <h2>Alerts<span class="count">${all.length ? count : "none"}</span></h2>
+    <p class="unseen" role="status">${all.length > 0 && `Latest alert: ${alertAloud(all[0].alert)}`}</p>
+    ${all.length > 0 && html`<${DropDown} label="Severity" options=${SEVERITIES} value=${severity} onChoose=${setSeverity} />`}
+    <ul>${shown.map(item)}</ul>
+  </section>`;
+}
+
+/** An alert in a few lines, with the run it is of; without its message where that is written elsewhere. */
+function AlertText({ alert, run, isShort = false }) {
+  const { severity, step, module_name: culprit, observed_in: observed } = alert;
+  return html`
+    <span class="alert-head">
+      <b>${alertTitle(alert)}<span class="severity">${severity}</span></b>
+      <span>step ${formatStep(step)}</span>
+    </span>
+    ${run && html`<span class="muted">${run}</span>`}
+    ${culprit && html`<${LayerName} name=${culprit} />`}
+    ${observed && html`<${LayerName} name="observed in ${observed}" />`}
+    ${!isShort && html`<span class="alert-message">${alert.message}</span>`}
+  `;
+}
+
+/** The name of a layer, which breaks behind its dots. */
+function LayerName({ name }) {
+  return html`<span class="alert-layer">${name.split(/(?<=\.)/).map((part) => [part, html`<wbr />`])}</span>`;
+}
+
+// --- a layer: its statistics at a step and over time, histograms, units and pictures
 
 const DELAY_MS = 120;
 const MAX_CURVES = 4;
@@ -24,23 +139,22 @@ async function readLayer(source, panel, panels, layer) {
   return { histograms, images, units, groups };
 }
 
-export function Detail({ page }) {
-  const { statistic, state, theme, detailed: panel, panels, source } = page;
+function Detail({ page }) {
+  const { statistic, state, theme, current: panel, panels, source } = page;
   const layer = panel.overview.layers[panel.indexOf(state.layer)];
   const key = [panel.name, ...panels.map(({ name }) => name), layer.name].join("\n");
   const data = useAnswer(key, panel.round, () => readLayer(source, panel, panels, layer.name), DELAY_MS);
   const groups = data?.groups ?? [];
   const shown = { page, panel, layer, statistic, theme, data, groups, step: state.step, view: page.view() };
-  const hasSteps = panel.steps(statistic).length > 0;
   return html`<section class="detail" aria-label="Layer" data-layer=${layer.name} data-loaded=${String(Boolean(data))}>
     <${Heading} ...${shown} />
-    ${hasSteps && html`<${UntrainedNote} layer=${layer} group=${groups[panels.indexOf(panel)]} />`}
+    ${panel.steps(statistic).length > 0 && html`<${UntrainedNote} layer=${layer} group=${groups[panels.indexOf(panel)]} />`}
     ${!data && html`<p class="muted">Loading…</p>`}
     ${data?.error && html`<p class="failure">${data.error.message}</p>`}
     ${data?.histograms?.length > 0 && html`<${Histograms} ...${shown} />`}
     ${data?.images?.map((picture) => html`<${Pictures} ...${shown} ...${picture} key=${picture.tag} />`)}
     ${data?.units?.count > 0 && html`<${Units} ...${shown} />`}
-    ${groups.some(Boolean) && html`<${Curves} ...${shown} /><${Statistics} ...${shown} />`}
+    ${groups.some(Boolean) && html`<${Course} ...${shown} /><${Statistics} ...${shown} />`}
   </section>`;
 }
 
@@ -56,15 +170,15 @@ function Heading({ page, panel, layer, step }) {
   const button = (text, title, onclick) => html`<button title=${title} aria-label=${title} onclick=${onclick}>${text}</button>`;
   return html`<header>
     <h2>${titleOf(layer)}${button("✕", "Close (Esc)", () => close(page))}</h2>
-    ${page.panels.length > 1 && html`<p class="run-name"><${Letter} index=${page.panels.indexOf(panel)} /> ${panel.name}</p>`}
+    ${page.panels.length > 1 && html`<p class="run-name">${letter(page.panels.indexOf(panel))} ${panel.name}</p>`}
     <p class="muted">${[layer.type, shapes.join(", ")].filter(Boolean).join(" · ")}</p>
     ${layer.code && html`<p class="muted code">forward: ${layer.code}</p>`}
     ${alerts.map((alert) => html`<button class="first-alert ${alert.severity} to-alert" onclick=${() => choose(alert)}>
       ${isCause(alert) ? "Caused by: " : ""}${alertTitle(alert)}, step ${formatStep(alert.step)}</button>`)}
     <p class="step-navigation">
-      ${button("‹", "Previous measured step (←)", () => moveStep(page, -1))}
+      ${button("‹", "Previous measured step (←)", () => move(page, -1))}
       <b>${step === null ? "no step chosen" : `step ${formatStep(step)}`}</b>
-      ${button("›", "Next measured step (→)", () => moveStep(page, 1))}
+      ${button("›", "Next measured step (→)", () => move(page, 1))}
       ${step !== null && html`<button class="wide" onclick=${() => listOnsets(page)}>Which layers changed first?</button>`}
     </p>
   </header>`;
@@ -110,25 +224,24 @@ function Statistics({ page, groups, statistic, step, theme, view }) {
         </th>
         ${values.map((value) => html`<td class=${Number.isFinite(value) ? "number" : "number nonfinite"}>
           ${formatValue(known, value)}</td>`)}
-        <td><${Spark} ...${{ curves, log: known.log, view, theme, step }} /></td>
+        <td><${Spark} ...${{ curves, title: known.title, log: known.log, view, theme, step }} /></td>
       </tr>`;
   };
-  const letters = groups.map((_, i) => html`<td class="number"><${Letter} index=${i} /></td>`);
+  const letters = groups.map((_, i) => html`<td class="number">${letter(i)}</td>`);
   return html`<table class="statistics">
     ${groups.length > 1 && html`<thead><tr><td />${letters}<td /></tr></thead>`}
     <tbody>${page.current.overview.statistics.map(row)}</tbody>
   </table>`;
 }
 
-function Spark({ curves, theme, step: cursor, ...options }) {
-  const node = useRef();
+function Spark({ curves, theme, step: cursor, title, ...options }) {
   const size = { width: curves.length > 1 ? 64 : 96, height: 20, left: 0, right: 0, isBare: true };
-  const styled = curves.map((curve, i) => curve && { ...curve, color: theme.curves[i], width: 1 }).filter(Boolean);
-  useLayoutEffect(() => void drawChart(node.current, { ...options, ...size, theme, cursor, curves: styled }));
-  return html`<canvas ref=${node} />`;
+  const styled = curves.map((curve, i) => curve && { ...curve, color: theme.curves[i], width: 1, label: "AB"[i] }).filter(Boolean);
+  const draw = (canvas) => drawChart(canvas, { ...options, ...size, theme, cursor, curves: styled });
+  return html`<${Plot} draw=${draw} aria-label="${title} over time" />`;
 }
 
-function Curves({ page, groups, statistic, theme, view, step, layer, panel }) {
+function Course({ page, groups, statistic, theme, view, step, layer, panel }) {
   const named = groups.map((group, i) => [page.panels[i].name, group?.statistics.get(statistic.name)]);
   if (!named.some(([, curve]) => curve)) {
     return html`<p class="muted">${statistic.title}: not measured for this layer.</p>`;
@@ -148,9 +261,7 @@ function Curves({ page, groups, statistic, theme, view, step, layer, panel }) {
   const options = { curves, view, theme, height: 150, ...axis, cursor: step, marks, resumed: panel.overview.resumed, hasSteps: true };
   return html`<div>
     <h3>${title}</h3>
-    <${Plot} class="curve" draw=${(canvas, width) => drawChart(canvas, { ...options, width })} aria-label=${title}
-      onPick=${pickStep(page)} />
-    ${curves.length > 1 && html`<${CurveLegend} curves=${curves} />`}
+    <${Curves} title=${title} onPick=${pickStep(page)} hasLegend=${curves.length > 1} ...${options} />
   </div>`;
 }
 
@@ -179,9 +290,8 @@ function Histograms({ page, data: { histograms }, theme, view, step }) {
     <${Plot} class="histogram" aria-label=${title} onPick=${pickStep(page)}
       draw=${(canvas, width) => drawHistogram(canvas, chosen, { view, theme, width, height: 180, step })} />
     <p class="muted">
-      Lines: 5 %, median and 95 %. Bars: step ${formatStep(steps[index])}, one of ${steps.length}, with these at${" "}
-      ${quantilesOf(chosen, index).map(formatNumber).join(", ")}.
-      Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond. ${zeroText(chosen, index)}
+      Bars: step ${formatStep(steps[index])}, one of ${steps.length}. 5 %, median and 95 % are at${" "}
+      ${quantilesOf(chosen, index).map(formatNumber).join(", ")}. Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond. ${zeroText(chosen, index)}
     </p>
   </div>`;
 }
@@ -231,10 +341,11 @@ function LargePicture({ title, kind, steps, maps, urlOf, index: first, onClose }
         <img src=${urlOf(steps[index])} alt=${alt} onload=${keepRatio} />
         <div class="map-numbers" aria-hidden="true">${numbers}</div>
       </div>
-      ${maps && html`<p class="muted">Channel numbers</p>`}
     </div>
   <//>`;
 }
+
+const letter = (index) => html`<b class="letter letter${index}">${"AB"[index]}</b>`;
 
 function lastPart(name) {
   return name.split(".").pop();
