@@ -184,9 +184,10 @@ class Engine(Rule):
         is_new = consequence not in before.consequences
         rises = (before.severity, alert.severity) == ("warning", "error")
         others = [known for known in before.consequences if known != consequence]
+        is_latest = is_new or rises  # the title names it
         changes: dict[str, Any] = {
             "severity": "error" if rises else before.severity,
-            "consequences": (*others, consequence),
+            "consequences": (*others, consequence) if is_latest else before.consequences,
             "batches": before.batches or alert.batches,
         }
         after = replace(before, **changes)

@@ -46,8 +46,8 @@ class EvalMode(Detector):
         if not (differ := sorted(filter(_DIFFER.search, types))):
             return None
         return Finding(
-            summary=f"{steps_in_words(int(self.steps))} in evaluation mode, which changes "
-            f"{', '.join(differ[:3])}",
+            summary="The model was in evaluation mode for "
+            f"{steps_in_words(int(self.steps))}, which changes {', '.join(differ[:3])}",
             advice=("Call model.train() before training and after each validation",),
             value=self.steps,
             threshold=self.steps,

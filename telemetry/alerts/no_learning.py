@@ -370,14 +370,15 @@ class UntrainedParameters(Detector):
         share = float(layout.sizes[left].sum() / layout.sizes[trainable].sum())
         names = list(_groups(layout, left, trainable))
         comes, steps = bool((left & reached).any()), steps_in_words(self._steps)
+        s = "s" if len(names) == 1 else ""
         if self._trained_before[left].all():
             severity: Severity = "note"
-            what = f"gets gradients, and no optimizer has stepped it for {steps}"
+            what = f"get{s} gradients, and no optimizer has stepped it for {steps}"
         elif comes:
-            severity, what = "warning", "gets gradients, but no optimizer steps it"
+            severity, what = "warning", f"get{s} gradients, but no optimizer steps it"
         else:
             severity = "warning" if share >= self.share and (left & held).any() else "note"
-            what = f"requires a gradient, but got none in {steps}"
+            what = f"require{s} a gradient, but got none in {steps}"
         return Finding(
             summary=f"{called_all(names, shared.NAMED)} ({share:.1%} of the trainable elements) "
             f"{what}",

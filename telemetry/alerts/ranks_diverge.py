@@ -48,7 +48,7 @@ class RanksDiverge(Detector):
         return _alone(record.ranks)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return record.ranks is None or bool(self._reported)
+        return record.ranks is None or bool(self._reported) or not record.all_grads_finite
 
     def _begins(self, record: StepRecord, facts: RankFacts) -> Finding | None:
         """Return the finding of copies that differ, if none did at the comparison before."""

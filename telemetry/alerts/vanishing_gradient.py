@@ -108,7 +108,7 @@ class VanishingGradient(Detector):
         if not _is_known(record) or self._active_module not in self._names:
             return self._active_module in self._names
         at = self._names.index(self._active_module)
-        moves = self._limit <= self._update_share[at] < math.inf
+        moves = self._limit + _CLEARLY <= self._update_share[at] < math.inf
         return bool(self._zero_steps[at] > 0 or (self._faint_steps[at] > 0 and not moves))
 
     @property
@@ -256,6 +256,10 @@ _CUT_OFF = (
 # Decades: branches whose scale starts at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2
+
+# Decades above the limit: the decay of AdamW moves a layer that does not learn by up to rate x
+# decay at each step.
+_CLEARLY = 0.5
 
 
 def _is_rectified(layout: Layout) -> bool:

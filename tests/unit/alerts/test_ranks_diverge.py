@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from telemetry.testing import alerts_of
@@ -31,6 +34,17 @@ def test_parameters_that_were_never_equal_are_copies_only_if_declared(
         for step, some in enumerate(differs)
     ]
     assert [alert.step for alert in alerts_of(records, [rule("ranks_diverge")])] == alerts
+
+
+def test_a_rank_with_nan_is_reported_until_the_gradients_of_all_are_finite_again() -> None:
+    alone = of_ranks(record(5))
+    facts = {"nonfinite": 1, "first_nonfinite": (1, "its loss")}
+    records = [replace(alone, ranks=replace(alone.ranks, **facts))]
+    broken = {"norms": [math.nan], "grad_finite": np.zeros(1, bool)}
+    records += [of_ranks(record(step, **broken)) for step in range(6, 60)]
+    records += [of_ranks(record(step)) for step in range(60, 90)]
+    found = alerts_of(records, [rule("ranks_diverge")])
+    assert [(alert.step, alert.stage) for alert in found] == [(5, "started"), (79, "resolved")]
 
 
 @pytest.mark.parametrize(("same", "alerts"), [([1, 1, 1, 1], [2]), ([1, 1, 0, 1, 1], [])])
