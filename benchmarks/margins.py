@@ -2,12 +2,12 @@
 
     python benchmarks/margins.py DIR [--only GLOB] [--every 10] [--jobs N] [--table FILE]
 
-DIR has recordings of ``replay.py``. Each is replayed once. Beside the default rules, each detector
-judges the same records with one limit multiplied or divided, up to :data:`FACTORS`, and nothing
-that another kind explains is suppressed. A limit's margin to healthy runs is the smallest factor at
-which a healthy run gets a warning that it has not with the default; to faults, at which the kind
-is no longer found in a run in which it is right to find it. A limit with neither is one that no
-recording needs.
+DIR has recordings of ``replay.py``. Each is replayed once with the default rules. Then each
+detector judges the same records, also with one limit multiplied or divided, and nothing that
+another kind explains is suppressed. Where the largest of :data:`FACTORS` changes no verdict, no
+smaller one is tried. A limit's margin to healthy runs is the smallest factor at which a healthy run
+gets a warning that it has not with the default; to faults, at which the kind is no longer found in
+a run in which it is right to find it. A limit with neither is one that no recording needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -33,7 +33,7 @@ from telemetry.alerts.detector import Detector
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
-FACTORS = (1.5, 3.0)
+FACTORS = (1.5, 3.0)  # ascending
 DEFAULT = ("", 1.0)
 
 Change = tuple[str, float]
@@ -51,33 +51,33 @@ def changes(kind: str) -> Iterator[Change]:
 
 
 @dataclass
-class Variants(Rule):
-    """Rule that finds nothing: detectors with changed limits judge what it is given.
+class Records(Rule):
+    """Rule that finds nothing and keeps what it is given."""
 
-    Attributes:
-        kinds: Those of the detectors.
-        found: The changes with which each kind has found something that is not a note.
-    """
-
-    kinds: Iterable[str]
-    found: dict[str, set[Change]] = field(default_factory=lambda: defaultdict(set))
-
-    def __post_init__(self) -> None:
-        self._baseline = Baseline()
-        self._judges = [
-            (kind, change, _made(kind, change)) for kind in self.kinds for change in changes(kind)
-        ]
+    kept: list[StepRecord] = field(default_factory=list)
 
     def __call__(self, record: StepRecord) -> tuple[()]:
-        self._baseline.add(record)
-        for kind, change, detector in self._judges:
-            alerts = detector.evaluate(record, self._baseline)
-            if any(alert.severity != "note" and alert.stage != "resolved" for alert in alerts):
-                self.found[kind].add(change)
-        # One whose verdict is known need not go on.
-        known = {(kind, change) for kind, some in self.found.items() for change in some}
-        self._judges = [judge for judge in self._judges if judge[:2] not in known]
+        self.kept.append(record)
         return ()
+
+
+Variant = tuple[str, Change]
+"""A kind with one of its limits changed."""
+
+
+def alarming(records: Iterable[StepRecord], variants: Iterable[Variant]) -> set[Variant]:
+    """The variants that find something in a run that is not a note."""
+    baseline, found = Baseline(), set[Variant]()
+    judges = {variant: _made(*variant) for variant in variants}
+    for record in records if judges else ():
+        baseline.add(record)
+        for variant, detector in judges.items():
+            alerts = detector.evaluate(record, baseline)
+            if any(alert.severity != "note" and alert.stage != "resolved" for alert in alerts):
+                found.add(variant)
+        # One whose verdict is known need not go on.
+        judges = {variant: of for variant, of in judges.items() if variant not in found}
+    return found
 
 
 def _made(kind: str, change: Change) -> Detector:
@@ -93,21 +93,50 @@ def measured(path: Path, every_n_steps: int) -> dict[str, set[Change]]:
     """With which changes each kind is found in a run; in a faulty one, of the kinds found there."""
     torch.set_num_threads(1)
     file, run = replay.Recorded(path), path.stem.rpartition(".")[0]
+    replayed = replay.Replay(every_n_steps, others=[records := Records()])
+    for event in file.events:
+        replayed.show(file, event)
+    replayed.judge_up_to(math.inf)
     kinds = {*DETECTORS}
     if replay.onsets().get(run) is not None:
-        alerts = replayed(file, replay.Replay(every_n_steps))
-        kinds = {alert["kind"] for alert in alerts if alert["severity"] != "note"}
-    variants = Variants(kinds)
-    replayed(file, replay.Replay(every_n_steps, others=[variants]))
-    return dict(variants.found)
+        kinds = {alert["kind"] for alert in replayed.alerts if alert["severity"] != "note"}
+    found: dict[str, set[Change]] = defaultdict(set)
+    for kind, change in all_alarming(records.kept, kinds):
+        found[kind].add(change)
+    return dict(found)
 
 
-def replayed(file: replay.Recorded, run: replay.Replay) -> list[replay.Fields]:
-    """Alerts of a run."""
-    for event in file.events:
-        run.show(file, event)
-    run.judge_up_to(math.inf)
-    return run.alerts
+def all_alarming(records: Sequence[StepRecord], kinds: Iterable[str]) -> set[Variant]:
+    """The variants of these kinds that find something in a run that is not a note.
+
+    Where the largest factor changes no verdict, smaller ones are taken to change none.
+    """
+    sides = [
+        [(kind, change) for change in side]
+        for kind in kinds
+        for name in DETECTORS[kind].limits()
+        for side in sides_of(kind, name)
+    ]
+    found = alarming(records, [*[(kind, DEFAULT) for kind in kinds], *[side[-1] for side in sides]])
+    nearer = set[Variant]()
+    for side in sides:
+        kind, is_found = side[-1][0], side[-1] in found
+        if is_found != ((kind, DEFAULT) in found):
+            nearer.update(side[:-1])
+        elif is_found:
+            found.update(side[:-1])
+    return found | alarming(records, nearer)
+
+
+def sides_of(kind: str, name: str) -> Iterator[list[Change]]:
+    """Changes of a limit: those that make it larger, and those that make it smaller, nearest first.
+
+    Omitted are sides without any: a share is at most 1.
+    """
+    some = [change for change in changes(kind) if change[0] == name]
+    for side in ([c for c in some if c[1] > 1], [c for c in reversed(some) if c[1] < 1]):
+        if side:
+            yield side
 
 
 @dataclass

@@ -55,6 +55,7 @@ from torch.optim import Optimizer
 
 from telemetry import Alert, Rule, StepRecord
 from telemetry.alerts import default_rules
+from telemetry.alerts.configuration import DETECTORS
 from telemetry.capture import Schedule
 from telemetry.capture.schedule import Account, Plan
 from telemetry.failures import RaisingFailures
@@ -516,17 +517,37 @@ def brief(verdicts: Mapping[str, Sequence[Fields]]) -> dict[str, list[Verdict]]:
     return {n: [[alert.get(f) for f in BRIEF] for alert in some] for n, some in verdicts.items()}
 
 
-def latencies(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, int | None]:
-    """Steps from the onset of each fault to the first warning or error; None without one."""
-    return {
-        name: min(
-            (step - onset for _, step, _, severity, stage in alerts
-             if stage != "resolved" and severity != "note" and step >= onset),
-            default=None,
-        )
-        for name, alerts in verdicts.items()
-        if (onset := onsets().get(run_of(name))) is not None
-    }  # fmt: skip
+def latencies(
+    verdicts: Mapping[str, Sequence[Verdict]],
+) -> dict[str, tuple[int, int] | None]:
+    """Steps to the first warning or error of each fault; None without one.
+
+    Counted from its onset, and from the step at which the records show it: see :func:`shown`.
+    """
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, alerts in verdicts.items():
+        if (onset := onsets().get(run_of(name))) is None:
+            continue
+        loud = [
+            (step, kind)
+            for kind, step, _, severity, stage in alerts
+            if stage != "resolved" and severity != "note" and step >= onset
+        ]
+        step, kind = min(loud, default=(0, ""))
+        since = shown(kind, onset, int(name.rpartition(" ")[2])) if kind else 0
+        found[name] = (step - onset, max(step - since, 0)) if kind else None
+    return found
+
+
+def shown(kind: str, onset: int, every_n_steps: int) -> int:
+    """First step at which records show a fault of this kind.
+
+    Kinds that only full steps show are in the first scheduled one from the onset on. Kinds that a
+    number of steps defines, such as no gradient in 90 steps, are there after so many.
+    """
+    detector = DETECTORS[kind]()
+    first = -(-onset // every_n_steps) * every_n_steps if detector.on == "full" else onset
+    return first + max(int(getattr(detector, "steps", 1)) - 1, 0)
 
 
 def run_of(name: str) -> str:
@@ -551,12 +572,14 @@ def judged(before: Mapping[str, list[Verdict]], now: Mapping[str, list[Verdict]]
     old, new = (latencies({name: some[name] for name in common}) for some in (before, now))
     faults += [f"{n} is no longer found" for n in old if old[n] is not None and new[n] is None]
     pairs = [(old[name], new[name]) for name in old]
-    both = [(before, after) for before, after in pairs if None not in (before, after)]
-    ends = [np.array(some, float) for some in zip(*both, strict=True)]
-    if ends:
-        was, is_now = (np.percentile(some, (50, 90)).tolist() for some in ends)
-        print(f"latency in steps, median and 90th percentile: {was} -> {is_now}")
-        faults += ["the 90th percentile of the latency has grown"] * (is_now[1] > was[1])
+    both = [(before, after) for before, after in pairs if before and after]
+    if both:
+        # [median and 90th percentile, before and now, from the onset and from what is shown]
+        figures = np.percentile(both, (50, 90), axis=0).tolist()
+        for n, since in enumerate(("onset", "step that shows it")):
+            was, is_now = ([of[when][n] for of in figures] for when in (0, 1))
+            print(f"latency from the {since}, median and 90th percentile: {was} -> {is_now}")
+            faults += ["the 90th percentile of the latency has grown"] * (is_now[1] > was[1])
     print(f"{len(common)} of {len(now)} replays compared with {len(before)}")
     return faults
 

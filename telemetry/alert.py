@@ -39,7 +39,7 @@ class Alert:
     Attributes:
         kind: Kind of fault; ``docs/alerts/`` lists those of the default rules.
         severity: ``error``: the run is lost or wrong; ``warning``: worth a look; ``note``: a fact
-            that may be intended: it is shown, but neither raised nor printed.
+            that may be intended: it neither raises nor stops.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
         batches: Batches that may be the cause, with the ids that ``HookLogger.batch`` received.
@@ -51,6 +51,7 @@ class Alert:
         threshold: The figure it was compared with, in the same unit.
         summary: Sentences without the last period: the measured figures, and where; of an escalated
             alert also what was added, and since when.
+        measured_at: Step of the figures in ``summary``; None: that of the alert.
         cause: One sentence about the reason, if it is known.
         advice: Usual remedies, a short phrase each.
         location: The user's own code that ran the module, if it is known.
@@ -65,6 +66,7 @@ class Alert:
     value: float
     threshold: float
     summary: str
+    measured_at: int | None = None
     cause: str | None = None
     advice: tuple[str, ...] = ()
     location: CodeLocation | None = None
@@ -87,11 +89,6 @@ class Alert:
         return frozenset({self.kind, *(c.kind for c in self.consequences)})
 
     @property
-    def anchor(self) -> str:
-        """Anchor of the kind's section in the documentation."""
-        return self.kind
-
-    @property
     def where(self) -> str:
         """The module, to follow the kind in a sentence: `` in fc1``; empty for the whole model."""
         return f" in {called(self.module_name)}" if self.module_name else ""
@@ -110,7 +107,7 @@ class Alert:
     @property
     def message(self) -> str:
         """Summary and cause, code, consequences, and advice, in one line each."""
-        lines = [_sentences(self.summary, self.cause or "")]
+        lines = [_sentences(f"{self.summary}{measured_at(self.measured_at)}", self.cause or "")]
         if self.location is not None:
             lines.append(f"Code: {printable(str(self.location))}")
         if self.consequences:
@@ -121,6 +118,11 @@ class Alert:
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
         return html_table(self.title, {self.severity: self.message})
+
+
+def measured_at(step: int | None) -> str:
+    """Return the step of a sentence's figures, to end it; empty if there is none to name."""
+    return "" if step is None else f" (measured at step {step})"
 
 
 def listed_alerts(alerts: Iterable[Alert]) -> str:

@@ -280,7 +280,7 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
     detectors: list[Detector] = [
         SaturatedUnits(evaluations=1), ExplodingGradient(),
         DeadUnits(batches=1, samples=DeadUnits.samples / 2),
-        VanishingGradient(factor=_FAINT, update_factor=_FAINT, steps=2), Nonfinite(),
+        VanishingGradient(factor=_FAINT, steps=2), Nonfinite(),
         EvalMode(steps=1),
     ]  # fmt: skip
     engine = Engine(detectors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch import distributed
 
 from tests.helpers.board import Board, ReadBoard, loader
 from tests.helpers.disks import FreezableDisk
-from tests.helpers.paths import SHARED
+from tests.helpers.paths import ROOT, SHARED
 
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 # For tests that run a second time in another way.
@@ -26,6 +27,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("steady")
 torch.set_num_threads(1)
+# Processes that tests start import this checkout, and have one thread, too.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = str(ROOT)
+# A background job of a shell ignores Ctrl-C, and so would these processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A warning that PyTorch gives once per process would come in whichever test is first.
 torch.set_warn_always(True)
 
@@ -66,9 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For ``-n auto``: twice the cores, up to 8, as many tests wait for processes and disks."""
-    cores = os.cpu_count() or 1
-    return max(cores, min(2 * cores, 8))
+    """For ``-n auto``: one more than cores, as some tests wait for processes and disks."""
+    return 1 + (os.cpu_count() or 1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

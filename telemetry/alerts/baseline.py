@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from operator import itemgetter
 from statistics import median, median_high
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,11 +198,6 @@ class Loss:
         usual = median_high(before) if before else math.nan
         return LossJump(before=usual, limit=limit, first=first, peak=peak)
 
-    @property
-    def lowest(self) -> float:
-        """The lowest loss of the window and of the latest ones."""
-        return min(self.window.extremes[0], *[loss for _, loss in self.latest])
-
     def rise(self, peak: float) -> Rise:
         """Return the rise from the window to the highest loss up to now."""
         return Rise(first=self.first, usual=self.window.usual, peak=peak)
@@ -223,12 +218,10 @@ class Loss:
             self.is_better = recent < usual - shared.HALF * deviation
         if len(self.latest) >= shared.RECENT:
             self.best = min(self.best, recent)
-            learned = self.first - self.best
-            is_lost = (
-                learned > shared.NOISE * abs(self.first) and recent > (self.first + self.best) / 2
-            )
             # A loss that is noise from the start has a best five by luck (weak_signal).
-            is_lost = is_lost and learned > shared.WORSE * self.window.noise
+            is_lost = recent > (self.first + self.best) / 2 and self.first - self.best > max(
+                shared.NOISE * abs(self.first), shared.WORSE * self.window.noise
+            )
             self.losses_lost = self.losses_lost + 1 if is_lost else 0
         if len(self.window):
             highest = self.window.highest
@@ -405,7 +398,7 @@ class Baseline:
     _first_sizes: tuple[tuple[str, float], ...] = ()
     classes: int = 0  # units of the last output; of the widest matrix if unknown
     batches_vary: bool = False  # whether full steps had very different numbers of examples
-    _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
+    _examples: deque[tuple[int, int]]  # full steps, and their examples
     _ratio_rate: float = 0.0
     _survived_rate: float = 0.0
     _input_rms: float = 0.0  # root mean square at the last full step

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from typing import Any
 
-from telemetry.alert import Alert, Consequence, Severity
+from telemetry.alert import Alert, Consequence, Severity, measured_at
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector
@@ -155,7 +155,7 @@ class Engine(Rule):
         for found in left:
             del self._suppressed[found.kind]
         survivors = [
-            replace(found, stage="started", step=alert.step, summary=_measured(found))
+            replace(found, stage="started", step=alert.step, measured_at=_measured_at(found))
             for found in left
             if self._detectors[found.kind].persistent
         ]
@@ -199,22 +199,23 @@ class Engine(Rule):
                 reported[index] = replace(item, **changes)
                 return reported
         if rises or (is_new and not is_note and self._detectors[alert.kind].persistent):
+            known = f"{before.summary}{measured_at(_measured_at(before))}"
             worse = replace(
                 after,
                 stage="escalated",
                 step=alert.step,
                 value=alert.value,
                 threshold=alert.threshold,
-                summary=f"{_measured(before)}. Since step {alert.step}: {alert.summary}",
+                summary=f"{known}. Since step {alert.step}: {alert.summary}",
+                measured_at=None,
             )
             return [*reported, worse]
         return reported
 
 
-def _measured(alert: Alert) -> str:
-    """Return the summary, and when it was true, to show it at a later step."""
-    when = "" if "(measured at step" in alert.summary else f" (measured at step {alert.step})"
-    return alert.summary + when
+def _measured_at(alert: Alert) -> int:
+    """Return the step of the figures in the summary."""
+    return alert.step if alert.measured_at is None else alert.measured_at
 
 
 def _causes_first(detectors: Sequence[Detector]) -> list[Detector]:

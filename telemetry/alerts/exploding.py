@@ -241,7 +241,7 @@ class ExplodingGradient(Detector):
         if self._deep_steps < shared.AGAIN and not certain:
             return None
         large, _ = baseline.large_start
-        where = Stretch.of(large) if large else forward.stretch
+        where = Stretch(large, large) if large else forward.stretch
         assert where is not None
         return Finding(
             summary=f"Activations grow {figure(10**forward.decades, 2)}-fold in the forward pass, "
@@ -298,10 +298,6 @@ class Stretch(NamedTuple):
     first: str
     last: str
 
-    @classmethod
-    def of(cls, name: str) -> Stretch:
-        return cls(name, name)
-
     def __str__(self) -> str:
         if self.first == self.last:
             return called(self.first)
@@ -333,7 +329,7 @@ class Growth(NamedTuple):
         share = (self.levels[: top + 1] - self.levels[0]) / self.decades
         steepest = int(np.diff(share).argmax()) + 1
         if share[steepest] - share[steepest - 1] >= shared.HALF:
-            return Stretch.of(self.names[steepest])
+            return Stretch(self.names[steepest], self.names[steepest])
         begin = int(np.flatnonzero(share <= shared.FEW)[-1])
         end = begin + int(np.flatnonzero(share[begin:] >= 1 - shared.FEW)[0])
         return Stretch(self.names[begin + 1], self.names[end])
@@ -469,7 +465,7 @@ class Blame:
         if self.is_open and record.full:
             self.is_open = False
             if outputs is None and first is not None:  # no output grew, so no weights did
-                self.stretch, self.by_weights = Stretch.of(first), False
+                self.stretch, self.by_weights = Stretch(first, first), False
         self.is_open &= baseline.since_norm_jump < shared.FEWEST
 
     def _grown_outputs(self, record: StepRecord, *, is_calm: bool) -> Growth | None:
@@ -534,18 +530,18 @@ def grown_gradients(layers: LayerNorms, step: int) -> GrownGradients | None:
     low, is_apart = order[:count], levels[count] - levels[count - 1] > shared.TENFOLD
     if is_apart:
         levels = levels - min(np.median(levels[:count]) + shared.TENFOLD, 0.0)
-    highest_low, last = levels[count - 1], Stretch.of(layers.names[order[count:].max()])
+    highest_low, last = levels[count - 1], layers.names[order[count:].max()]
     if 2 * np.count_nonzero(levels > shared.TENFOLD) > len(order) >= shared.SEVERAL:
         is_behind = count > 1 and low.min() > order[count:].max() and highest_low <= shared.TENFOLD
         if is_apart and is_behind:
-            return GrownGradients(last)
+            return GrownGradients(Stretch(last, last))
         if not is_apart or count > min(shared.SEVERAL, len(order) // 2) or np.ptp(low) >= count:
             return GrownGradients()
         own = Stretch(layers.names[low.min()], layers.names[low.max()])
         return GrownGradients(own, True, bool(highest_low > shared.TENFOLD / 2))
     are_few = 2 * count >= len(order) and highest_low <= shared.TENFOLD
     if is_apart and are_few and levels[count] > 2 * shared.TENFOLD:
-        return GrownGradients(last)
+        return GrownGradients(Stretch(last, last))
     return None
 
 
@@ -560,7 +556,8 @@ def confined_growth(record: StepRecord, usual: float, scale: float = 1.0) -> Str
     grown = order[others > 10**shared.TENFOLD * usual]
     if not 0 < len(grown) <= max(1, shared.FEW * len(norms)) or len(norms) < shared.SEVERAL:
         return None
-    return Stretch.of(record.layout.owner_names[int(grown.max())])
+    last = record.layout.owner_names[int(grown.max())]
+    return Stretch(last, last)
 
 
 _BATCH_KEY = "(batch)"

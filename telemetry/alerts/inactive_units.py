@@ -136,6 +136,7 @@ class DeadUnits(Detector):
         self._without_input = since
         name, steps = next(((n, record.step - s) for n, s in since.items()), ("", 0))
         if steps < shared.LATEST:
+            self.needs_full_step |= bool(name)
             return None
         return Finding(
             summary=f"The weights of {called(name)} get a gradient of exactly 0 for {steps} steps, "

@@ -89,8 +89,8 @@ class LossSpike(Detector):
             return self._of_batch(before, record, baseline)
         if explained is not False:
             return None
-        lowest = min([value for _, value in high], default=-math.inf)
-        least = loss.window.ranges_above(lowest) * len(loss.window) / shared.LENGTH
+        smallest = min([value for _, value in high], default=-math.inf)
+        least = loss.window.ranges_above(smallest) * len(loss.window) / shared.LENGTH
         if is_active or len(high) != shared.SEVERAL or least < self.distance:
             return self._for_good(record, baseline)
         since, jump = high[0].step, loss.jump_since(high[0].step)
@@ -100,13 +100,14 @@ class LossSpike(Detector):
         early = [onset for onset in onsets if onset.step < batch and onset.factor > 1]
         if len(early) >= shared.FEW * len(baseline.layers.names):
             self._rise = loss.rise(jump.peak.loss)
+            lowest = min(loss.window.extremes[0], *[value for _, value in loss.latest])
             ago = steps_in_words(batch - early[0].step)
             return _found(
                 jump,
                 baseline,
                 cause=f"Gradients left their baseline {ago} earlier",
                 # A loss around 0, as of a policy, need not fall, and rises with new rewards.
-                severity="note" if loss.lowest < 0 < loss.window.highest else None,
+                severity="note" if lowest < 0 < loss.window.highest else None,
                 advice=(
                     "Clip gradients, or lower the learning rate or Adam's beta2",
                     f"Resume from a checkpoint before step {since}, without the batches around it",

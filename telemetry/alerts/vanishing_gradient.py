@@ -33,8 +33,8 @@ class VanishingGradient(Detector):
     An exploded largest norm counts with its value before. If earlier layers learn, a module is on a
     side branch (attention scores, gates, experts); the loss must have risen when it lost its
     gradient. A zero gradient counts if two full steps show that the module ran. If matrices started
-    far smaller than most, it takes ``branch_steps`` without update ratios. A norm that was zero
-    within ten steps, or that rises, does not count.
+    far smaller than most, it takes ten steps without update ratios. A norm that was zero within ten
+    steps, or that rises, does not count.
     """
 
     kind = "vanishing_gradient"
@@ -49,22 +49,13 @@ class VanishingGradient(Detector):
     after = frozenset({"dead_units", "untrained_parameters"})
     persistent = True
     # At 30 the healthy cnn_sigmoid_ok alarms; tried 3000
-    factor: float = limit(300.0, "Largest gradient norm over that of the module.")
-    # As factor; tried 30 and 3000
-    update_factor: float = limit(300.0, "Largest update ratio over that of the module.")
-    # Chosen manually; tried 3 and 300
-    branch_factor: float = limit(shared.THIRTYFOLD, "Further factor for side branches and Adam.")
+    factor: float = limit(
+        300.0, "Largest gradient norm over that of the module, and update ratio as well."
+    )
     # At 6 mlp_overwrite_tiny is missed; tried 1
     steps: int = limit(shared.SEVERAL, "Consecutive steps.")
-    # Chosen manually; tried 20
-    stuck_steps: int = limit(shared.LONG, "First steps without a fall of the loss, for Adam.")
-    # Chosen manually; tried 5 and 20
-    branch_steps: int = limit(shared.FEWEST, "Consecutive steps, for side branches.")
     # Lora and resnet_zero_gamma are zero at the first step alone, gan_ring at every other one.
     zero_steps: int = limit(shared.LATEST, "Consecutive steps with zero gradients.")
-    zero_share: float = limit(
-        shared.PART, "Share of the trainable elements, if earlier layers learn."
-    )
     full_steps_in_a_row: int = state(shared.AGAIN)
     _names: tuple[str, ...] = state(())
     _full_steps_gone: int = state(0)
@@ -96,8 +87,8 @@ class VanishingGradient(Detector):
         share = baseline.layers.levels[-1] - baseline.layers.levels[-1].max()
         if baseline.norm.above_window >= shared.FAR_ABOVE:  # others seem smaller than they are
             share += baseline.norm.above_window
-        zero, limit = share == -np.inf, -math.log10(self.factor)
-        faint = (share < limit) & ~zero
+        zero = share == -np.inf
+        faint = (share < self._limit) & ~zero
         if faint.any():
             faint &= _with_matrices(record)
         self._first = np.where(np.isnan(self._first) & ~zero, share, self._first)
@@ -117,14 +108,19 @@ class VanishingGradient(Detector):
         if not _is_known(record) or self._active_module not in self._names:
             return self._active_module in self._names
         at = self._names.index(self._active_module)
-        moves = bool(-math.log10(self.update_factor) <= self._update_share[at] < math.inf)
+        moves = self._limit <= self._update_share[at] < math.inf
         return bool(self._zero_steps[at] > 0 or (self._faint_steps[at] > 0 and not moves))
+
+    @property
+    def _limit(self) -> float:
+        """Largest share that is small."""
+        return -math.log10(self.factor)
 
     def _small(
         self, record: StepRecord, baseline: Baseline, share: Figures, faint: Marks
     ) -> Finding | None:
         """Return modules whose gradients are small and not zero."""
-        update_limit, updates = -math.log10(self.update_factor), self._update_share
+        updates = self._update_share
         if record.update_ratios:  # one without a ratio now has none later
             shares = _update_share(record, baseline.began_small)
             updates = np.nan_to_num(shares, nan=np.inf, neginf=-np.inf)
@@ -139,7 +135,7 @@ class VanishingGradient(Detector):
             self.needs_full_step = self.active_alert is None and bool(might.any())
             return None
         first = int(np.flatnonzero(fading)[0])
-        moves = update_limit <= self._update_share[first] < math.inf
+        moves = self._limit <= self._update_share[first] < math.inf
         factor = figure(10 ** -share[first], 2)
         cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
         other = _LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED
@@ -161,24 +157,23 @@ class VanishingGradient(Detector):
         self, baseline: Baseline, share: Figures, faint: Marks, updates: Figures, soon: int = 0
     ) -> Marks:
         """Mark modules that have vanished with these update ratios, ``soon`` steps from now."""
-        limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
+        limit, further = self._limit, self._limit - math.log10(shared.THIRTYFOLD)
         levels, rows = baseline.layers.levels, len(baseline.layers.levels) - 1
-        steps = self.branch_steps if baseline.began_small else self.steps
+        steps = shared.FEWEST if baseline.began_small else self.steps
         lasted = self._faint_steps + soon
-        fading = faint & (lasted >= steps) & (updates < update_limit)
+        fading = faint & (lasted >= steps) & (updates < limit)
         fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # all from the first on
         # The middle of the steps at which each was small.
         middle = rows - np.minimum((self._faint_steps.astype(int) + 1) // 2, rows)
         before = levels[middle, np.arange(len(share))] - levels.max(axis=1)[middle]
         fading = _unless_rising(fading, share, before)
 
-        further = math.log10(self.branch_factor)
-        stuck = faint & (lasted >= self.stuck_steps) & (share < limit - further)
+        # Side branches, and layers that Adam moves, have to be far smaller for longer.
+        stuck = faint & (lasted >= shared.LONG) & (share < further)
         stuck &= np.logical_and.accumulate(stuck | (share == -np.inf))
         if baseline.loss.has_not_fallen:
             fading |= _unless_rising(stuck, share, before)
-        branch = faint & (lasted >= self.branch_steps) & (share < limit - further)
-        branch &= updates < update_limit - further
+        branch = faint & (lasted >= shared.FEWEST) & (np.maximum(share, updates) < further)
         # A scale that starts at zero and oscillates has had larger shares.
         steady = (self._first < limit) & (share > self._largest - _STEADY)
         branch &= steady | ((self._first >= limit) & baseline.loss.is_worse)
@@ -208,7 +203,7 @@ class VanishingGradient(Detector):
         first = gone & np.logical_and.accumulate(gone | ~counts)
         branch = gone & ~first & ~holds(record.reached)
         sizes = np.bincount(layout.owners, layout.sizes)[layout.owning]
-        if sizes[branch].sum() < self.zero_share * sizes[holds(record.trainable)].sum():
+        if sizes[branch].sum() < shared.PART * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
         self._full_steps_gone = self._full_steps_gone + 1 if gone.any() else 0

@@ -117,7 +117,7 @@ FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "summary",
-    "cause", "advice", "location", "consequences", "observed_in", "batches",
+    "measured_at", "cause", "advice", "location", "consequences", "observed_in", "batches",
 )  # fmt: skip
 
 

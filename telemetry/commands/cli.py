@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
     add("--top", type=int, metavar="N", help="show only the first N layers")
 
-    does = "print status, loss, first alert and hyperparameters of runs, the newest first"
+    does = "print status, loss, worst alert and hyperparameters of runs, the newest first"
     examples = ["runs/ --sort best_loss", "runs/ --filter lr=0.1 --csv"]
     add = command(runs, "runs", does, examples, of_runs, reverse, form)
     sort = "column or hyperparameter, such as best_loss or lr (default: %(default)s)"

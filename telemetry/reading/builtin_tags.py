@@ -21,7 +21,7 @@ _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
 _PICTURE = re.compile(r"(?:(.+)/)?(feature_maps|filters|input)(?:/(\d{4,9})\.(.*))?", re.DOTALL)
 _OTHER = "", -1, ""
 _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
-_MAX_RATES = 4
+MAX_RATES = 4
 _MAX_METRICS = 30
 
 NamedTag = tuple[str, str, str]
@@ -73,7 +73,7 @@ def scalar_curves(run: RunData) -> list[tuple[str, str]]:
     known = sorted(run.source.tags("scalars"))
     loss = run.loss_tag()  # as the logger wrote it
     loss = loss if loss in known else loss_among(known)
-    rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:_MAX_RATES]
+    rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:MAX_RATES]
     return [*(("loss", tag) for tag in (loss,) if tag), *(("learning rate", tag) for tag in rates)]
 
 

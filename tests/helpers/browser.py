@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import re
 import shutil
 import subprocess
@@ -20,8 +19,6 @@ from urllib.parse import quote, unquote
 import numpy as np
 import pytest
 from PIL import Image
-
-from tests.helpers.paths import ROOT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, FloatRect, Frame, Locator, Page, ViewportSize
@@ -50,13 +47,11 @@ def serve(logdir: Path, log: Path, *, fast: bool, wanted: int = 1) -> Iterator[s
     """TensorBoard's address, once it has loaded ``wanted`` runs."""
     command = [sys.executable, str(Path(__file__).with_name("serve.py"))]
     flags = ["--logdir", str(logdir), "--port", "0", "--load_fast", "true" if fast else "false"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("w") as output:
         server = subprocess.Popen(
             [*command, *flags, "--reload_interval", "1"],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
         )
         try:
             address = wait_for(lambda: _address(log), "TensorBoard's address")

@@ -407,9 +407,9 @@ KINDS = {
         LAYOUT, "line`", layout__modules=[_module("a", user_code={"file": "x"})]
     ),
     "layout is deep": frames(b"\x95\x01" + HEAD + b"\x82\xa7modules\x91" + DEEP),
-    "3000 layouts": Kind(
-        lambda d: add(d, *(changed(LAYOUT, step=n, **modules("a", f"{n}")) for n in range(3000))),
-        layers=[*LAYERS, *map(str, range(3000))],
+    "1000 layouts": Kind(
+        lambda d: add(d, *(changed(LAYOUT, step=n, **modules("a", f"{n}")) for n in range(1000))),
+        layers=[*LAYERS, *map(str, range(1000))],
     ),
     "300,000 modules": Kind(
         lambda d: add(d, changed(LAYOUT, **modules(*map(str, range(300_000))))), "modules"

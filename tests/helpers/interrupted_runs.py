@@ -157,5 +157,4 @@ def resume(checkpoints: Path, log_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     resume(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -93,7 +93,6 @@ def torchrun(log_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     launcher, *arguments = sys.argv[1:]
     {"spawn": spawn, "lightning": lightning, "torchrun": torchrun}[launcher](*arguments)

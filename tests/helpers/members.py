@@ -19,13 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
-from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 from telemetry.alert import Alert
@@ -239,22 +236,12 @@ class Member:
         sys.exit()
 
 
-def load_server(context: multiprocessing.context.ForkServerContext) -> None:
-    """Have the process from which ranks are forked load their modules, which takes seconds.
-
-    Before Python 3.13 it finds them only by the environment.
-    """
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
-        context.set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()
-
-
 class Process:
     """A test's handle on a member."""
 
     def __init__(self, rank: int, world_size: int, log: Path, network: str | None) -> None:
         context = multiprocessing.get_context("forkserver")
-        load_server(context)
+        context.set_forkserver_preload(PRELOADED)  # loading torch takes seconds
         self._connection, other = context.Pipe()
         self.rank = rank
         self.log = log
@@ -311,7 +298,6 @@ def serve(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
-    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if network is None else "veth"
     if network is not None:
         with open(f"/run/netns/{network}") as file:

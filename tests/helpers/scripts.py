@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-
-from tests.helpers.paths import ROOT
 
 
 def start_script(directory: Path, source: str, *arguments: object) -> subprocess.Popen[str]:
@@ -17,7 +14,6 @@ def start_script(directory: Path, source: str, *arguments: object) -> subprocess
     script.write_text(textwrap.dedent(source))
     return subprocess.Popen(
         [sys.executable, str(script), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

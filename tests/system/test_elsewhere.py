@@ -51,7 +51,7 @@ def test_alerts_arrive_in_slack_and_by_mail_without_blocking_training(
 
     class Slack(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            assert trained.wait(30), "training has waited for this answer"
+            assert trained.wait(300), "training has waited for this answer"
             posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()

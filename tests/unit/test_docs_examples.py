@@ -42,7 +42,6 @@ def put_command_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m telemetry "$@"\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def test_the_check_in_the_readme_prints_the_output_below_it(

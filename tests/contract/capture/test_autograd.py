@@ -401,8 +401,11 @@ class SeenByFunction(TorchFunctionMode):
     __torch_function__ = SeenByDispatch.__torch_dispatch__
 
 
+@pytest.mark.parametrize("every_n_steps", [1, 100])
 @pytest.mark.parametrize("mode", [SeenByDispatch, SeenByFunction])
-def test_the_callers_modes_receive_no_operations_of_the_logger(tmp_path: Path, mode: Any) -> None:
+def test_the_callers_modes_receive_no_operations_of_the_logger(
+    tmp_path: Path, mode: Any, every_n_steps: int
+) -> None:
     """Selective checkpointing is such a mode, and so are profilers and a default device."""
 
     class Net(nn.Module):
@@ -416,7 +419,7 @@ def test_the_callers_modes_receive_no_operations_of_the_logger(tmp_path: Path, m
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[str]:
         optimizer = sgd(model)
-        for _ in range(2):
+        for _ in range(3):
             x, watching = torch.randn(6, 64), mode()
             watching.seen = []
             with watching:
@@ -425,6 +428,6 @@ def test_the_callers_modes_receive_no_operations_of_the_logger(tmp_path: Path, m
                 optimizer.step()
             yield from watching.seen
 
-    outcome = assert_left_alone(Net, loop, tmp_path)
-    assert outcome.full[1].activation_grads["wide"].calls == 1
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=every_n_steps)
+    assert outcome.full[-1].activation_grads["wide"].calls == 1
     assert outcome.yielded

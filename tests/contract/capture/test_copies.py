@@ -32,7 +32,6 @@ from tests.helpers.twins import (
     by_saving,
     loss_of,
     of_ours,
-    run,
     training,
 )
 
@@ -144,7 +143,6 @@ def test_a_saved_model_loads_where_telemetry_is_not_installed(tmp_path: Path) ->
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "model.pt")],
         check=True,
-        timeout=120,
         cwd=tmp_path,
     )
 
@@ -280,10 +278,12 @@ def test_a_logger_that_is_dropped_does_not_keep_the_model(
     assert of_ours() <= ours
 
 
-def test_parameters_of_a_watched_model_can_be_swapped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every_n_steps", [1, 100])
+def test_parameters_of_a_watched_model_can_be_swapped(tmp_path: Path, every_n_steps: int) -> None:
     """``Module.to`` swaps tensors on request, which weak references and hooks would forbid."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        yield from training(lambda m: loss_of(m, batch()), 3)(model, logger)
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             model.double()
@@ -291,6 +291,6 @@ def test_parameters_of_a_watched_model_can_be_swapped(tmp_path: Path) -> None:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
 
-    outcome = assert_left_alone(Net, loop, tmp_path)
-    assert run(Net, loop, None).yielded
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=every_n_steps)
+    assert len(outcome.yielded) == 5
     assert outcome.full[0].activation_grads["conv"].calls == 1

@@ -284,7 +284,7 @@ def test_a_compiled_encoder_is_evaluated_unchanged_and_not_recompiled(
         if logger is not None:
             logger.remove()
             logger.attach()
-        compiled: Any = torch.compile(model, backend="aot_eager")
+        compiled: Any = torch.compile(model, backend="eager")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(5):
             yield evaluated(model, compiled)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +22,11 @@ from tests.contract.integrations.test_huggingface import (
 )
 from tests.contract.integrations.test_lightning import Module, trainer
 from tests.helpers.frameworks import AlertFrom, batches, curve
-from tests.helpers.paths import ROOT
 
 
 def test_two_ranks_write_one_run_and_stop_at_the_same_step(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "--max-restarts=0", __file__, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, __file__, str(tmp_path)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
@@ -70,8 +69,24 @@ def compare_huggingface_losses(folder: Path) -> None:
             assert_losses_of(used, run, steps=2)
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def train_as(rank: int, port: int, folder: Path) -> None:
+    """Train in a process of its own, with the variables that launchers set."""
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({k: str(v) for k, v in {**here, "RANK": rank, "LOCAL_RANK": rank}.items()})
     steps = lightning_steps(folder / "lightning"), huggingface_steps(folder / "huggingface")
-    (folder / f"{torch.distributed.get_rank()}.txt").write_text(f"{steps[0]} {steps[1]}")
+    (folder / f"{rank}.txt").write_text(f"{steps[0]} {steps[1]}")
     compare_huggingface_losses(folder / "losses")
+
+
+if __name__ == "__main__":
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        chosen = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # the frameworks are imported once
+    ranks = [
+        context.Process(target=train_as, args=(rank, chosen, Path(sys.argv[1]))) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))

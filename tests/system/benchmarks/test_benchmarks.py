@@ -6,42 +6,73 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.helpers.paths import ROOT
 
+ARGUMENTS = {
+    # First: multiprocessing takes the module that imports it for the main one.
+    "scaling": ["--modules", "5", "50"],
+    "overhead": ["--only", "MNIST", "--threads", "1", "--markdown"],
+    "norms": ["--only", "MNIST"],
+    "loops": ["--only", "MLP"],
+    "dashboard": ["--sizes", "50x50"],
+    "tensor": ["--sizes", "100000"],
+    "ranks": ["--ranks", "3", "12"],
+    "telling": [],
+    "gpu": ["--device", "cpu", "--only", "CNN", "bandwidth", "host"],
+}
 
-def run(script: str, json_file: Path, *arguments: str) -> dict[str, Any]:
-    """Return the rows of a benchmark with ``--quick``."""
-    command = [sys.executable, f"benchmarks/{script}.py", "--quick", "--json", str(json_file)]
-    done = subprocess.run(
-        [*command, *arguments],
+# With these a benchmark does not start itself again.
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+# One process imports everything once.
+RUN_ALL = """
+import contextlib, json, runpy, sys, traceback
+
+sys.path.insert(0, "benchmarks")
+folder, arguments = sys.argv[1], json.loads(sys.argv[2])
+for name, more in arguments.items():
+    sys.argv = [name, "--quick", "--json", f"{folder}/{name}.json", *more]
+    with open(f"{folder}/{name}.txt", "w") as printed, contextlib.redirect_stdout(printed):
+        try:
+            runpy.run_path(f"benchmarks/{name}.py", run_name="__main__")
+        except Exception:
+            traceback.print_exc(file=printed)
+"""
+
+Results = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Function that returns the rows of a benchmark with ``--quick``."""
+    folder = tmp_path_factory.mktemp("figures")
+    subprocess.run(
+        [sys.executable, "-c", RUN_ALL, str(folder), json.dumps(ARGUMENTS)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        env={**os.environ, **MALLOC},
+        check=True,
     )
-    assert done.returncode == 0, done.stdout
-    written: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8"))
-    assert written["machine"] in done.stdout
-    assert written["cores"] == os.cpu_count()
-    for name in ("Python", "telemetry", "torch", "tensorboard"):
-        assert f"{name} {written['versions'][name]}" in written["machine"]
-    return written
+
+    def results_of(name: str) -> dict[str, Any]:
+        printed, written = (folder / f"{name}.{kind}" for kind in ("txt", "json"))
+        text = printed.read_text(encoding="utf-8")
+        assert written.exists(), text
+        results: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
+        assert results["machine"] in text
+        assert results["cores"] == os.cpu_count()
+        for library in ("Python", "telemetry", "torch", "tensorboard"):
+            assert f"{library} {results['versions'][library]}" in results["machine"]
+        return results
+
+    return results_of
 
 
-@pytest.fixture
-def json_file(tmp_path: Path) -> Path:
-    return tmp_path / "figures.json"
-
-
-def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -> None:
-    arguments = ("--only", "MNIST", "--threads", "1", "--markdown")
-    (costs,) = run("overhead", json_file, *arguments)["figures"].values()
+def test_overhead_compares_every_recording_with_bare_training(results_of: Results) -> None:
+    (costs,) = results_of("overhead")["figures"].values()
     ours = {"only norms", "every step", "same, no images", "same as wandb"}
     assert {"bare", "add_histogram", "every 10 steps", "every 100 steps", *ours} <= set(costs)
     assert costs["bare"]["added"] == 0
@@ -52,22 +83,22 @@ def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -
     assert costs["every 10 steps"]["wall_ms"] == pytest.approx(mean)
 
 
-def test_norms_measures_the_cost_of_a_light_step(json_file: Path) -> None:
-    (cost,) = run("norms", json_file, "--only", "MNIST")["figures"].values()
+def test_norms_measures_the_cost_of_a_light_step(results_of: Results) -> None:
+    (cost,) = results_of("norms")["figures"].values()
     assert cost["parameters"] == 8
     assert cost["later_ms"] > 0
     assert cost["step_ms"] > cost["later_ms"]
 
 
-def test_loops_have_a_row_for_each_default(json_file: Path) -> None:
-    (costs,) = run("loops", json_file, "--only", "MLP")["figures"].values()
+def test_loops_have_a_row_for_each_default(results_of: Results) -> None:
+    (costs,) = results_of("loops")["figures"].values()
     assert {"bare", "default", "alerts=()", "max_overhead=0.01"} <= set(costs)
     assert costs["bare"]["added"] == 0
     assert costs["default"]["full"] >= 1
 
 
-def test_dashboard_has_a_time_for_each_request_of_the_page(json_file: Path) -> None:
-    (row,) = run("dashboard", json_file, "--sizes", "50x50")["figures"]
+def test_dashboard_has_a_time_for_each_request_of_the_page(results_of: Results) -> None:
+    (row,) = results_of("dashboard")["figures"]
     assert (row["layers"], row["steps"]) == (50, 50)
     requested = {"start_s", "cold_ms", "warm_ms", "cell_ms", "scalars_s", "histograms_s"}
     drawn = {"page_s", "redraw_ms"} & set(row)  # where there is Chromium
@@ -75,8 +106,8 @@ def test_dashboard_has_a_time_for_each_request_of_the_page(json_file: Path) -> N
     assert row["wire_kb"] * 1000 > 50 * 50 * 4 / 2  # the picture's numbers, hardly compressible
 
 
-def test_scaling_has_a_row_for_each_size(json_file: Path) -> None:
-    rows = run("scaling", json_file, "--modules", "5", "50")["figures"]
+def test_scaling_has_a_row_for_each_size(results_of: Results) -> None:
+    rows = results_of("scaling")["figures"]
     assert [row["modules"] for row in rows] == [5, 50]
     for row in rows:
         assert row["bare_us"] > 0
@@ -84,8 +115,8 @@ def test_scaling_has_a_row_for_each_size(json_file: Path) -> None:
         assert row["background_us"] > 0
 
 
-def test_tensor_compares_with_the_limit_and_with_tensorboard(json_file: Path) -> None:
-    results = run("tensor", json_file, "--sizes", "100000")["results"]
+def test_tensor_compares_with_the_limit_and_with_tensorboard(results_of: Results) -> None:
+    results = results_of("tensor")["results"]
     works = {row["work"] for row in results["float32"]}
     assert {"add", "reduce", "x.sum()", "make_histogram"} <= works
     assert len(results) == 5
@@ -94,8 +125,8 @@ def test_tensor_compares_with_the_limit_and_with_tensorboard(json_file: Path) ->
         assert all(len(row["rounds"]) == 1 for row in rows)
 
 
-def test_ranks_has_a_row_for_each_number_of_ranks(json_file: Path) -> None:
-    figures = run("ranks", json_file, "--ranks", "3", "12")["figures"]
+def test_ranks_has_a_row_for_each_number_of_ranks(results_of: Results) -> None:
+    figures = results_of("ranks")["figures"]
     assert [cost["ranks"] for cost in figures["costs"]] == [3, 12]
     for cost in figures["costs"]:
         assert cost["full_bytes"] > 100 * cost["light_bytes"] > 0
@@ -105,14 +136,13 @@ def test_ranks_has_a_row_for_each_number_of_ranks(json_file: Path) -> None:
     assert figures["training_thread_us"] > 0
 
 
-def test_telling_has_a_time_for_each_channel_of_an_alert(json_file: Path) -> None:
-    [row] = run("telling", json_file)["figures"]
+def test_telling_has_a_time_for_each_channel_of_an_alert(results_of: Results) -> None:
+    [row] = results_of("telling")["figures"]
     assert row["raised_s"] > 0 < row["read_s"]
 
 
-def test_gpu_has_all_figures_on_a_cpu(json_file: Path) -> None:
-    parts = ("CNN", "bandwidth", "host")
-    written = run("gpu", json_file, "--device", "cpu", "--only", *parts)
+def test_gpu_has_all_figures_on_a_cpu(results_of: Results) -> None:
+    written = results_of("gpu")
     assert not written["on_gpu"]
     costs, bandwidth, host = written["figures"].values()
     assert {"bare", "every 1", "every 10", "every 100", "never", "mean, std"} <= set(costs)

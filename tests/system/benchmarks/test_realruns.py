@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.paths import ROOT
 
@@ -23,14 +22,12 @@ from tests.helpers.rules import rule
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Only alerts are requested; one thread, as in the benchmark."""
-    log, threads = logging.getLogger("telemetry"), torch.get_num_threads()
+    """Only alerts are requested."""
+    log = logging.getLogger("telemetry")
     level = log.level
     log.setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
     yield
     log.setLevel(level)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +37,6 @@ def quiet() -> Iterator[None]:
         ("mixture_density", 10),
         ("actor_critic", 10),
         ("triplet_siamese", 10),
-        ("policy_optimized_by_default", 10),  # its last layer starts small
-        ("regression_at_its_floor", 100),
-        ("copying_from_further_back", 10),  # logs its loss after the step
         ("experts_rate_jumps_ok", 1),  # some experts are given one token
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hostile_runs import KINDS, SCRIPT, STEPS, Kind, hostile_run, write_good_run
-from tests.helpers.paths import ROOT
 from tests.helpers.shell import call
 from tests.helpers.views import ReadView
 
@@ -100,7 +99,6 @@ def _run(
     return subprocess.run(
         [*(prefix or []), sys.executable, "-m", "telemetry.commands.cli", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=WATCHDOG_S,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES)),
     )  # fmt: skip

@@ -34,7 +34,6 @@ def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
         from tests.helpers.tiny_run import TinyRun
 
         log_dir, count = sys.argv[1], int(sys.argv[2])
-        torch.set_num_threads(1)
         torch.nn.Linear(2, 1)(torch.ones(4, 2)).sum().backward()  # imports what a step imports
 
         def train_for_ever(number, progress):
@@ -118,7 +117,7 @@ def test_a_step_is_written_though_no_other_follows_and_nothing_is_flushed(tmp_pa
     assert norm_steps(log_dir) == [0, 1, 2]
 
 
-CHECKPOINTED, RESUMED = 299, 309
+CHECKPOINTED, RESUMED = 99, 109
 
 TRAINING = """
     import os, signal, sys
@@ -223,7 +222,7 @@ def test_an_exit_without_close_loses_no_step(tmp_path: Path) -> None:
     ("number", "handler"),
     [
         (None, ""),
-        (signal.SIGINT, "signal.signal(signal.SIGINT, signal.default_int_handler)"),
+        (signal.SIGINT, ""),
         (signal.SIGTERM, "signal.signal(signal.SIGTERM, stop)"),
     ],
     ids=["exception", "Ctrl-C", "SIGTERM"],
@@ -341,7 +340,7 @@ def test_children_of_a_data_loader_neither_hang_nor_write(tmp_path: Path) -> Non
             run = TinyRun(sys.argv[1])
             for method in ("fork", "spawn"):
                 loader = DataLoader(
-                    Samples(run.logger), num_workers=1, multiprocessing_context=method, timeout=50
+                    Samples(run.logger), num_workers=1, multiprocessing_context=method, timeout=300
                 )
                 for _ in loader:
                     run.train()

@@ -10,7 +10,7 @@ import telemetry
 from telemetry import Alert, StepRecord
 from tests.helpers.disks import FreezableDisk
 from tests.helpers.known_runs import alert_at
-from tests.helpers.members import until
+from tests.helpers.members import PRELOADED, until
 from tests.helpers.tiny_run import TinyRun, steps_by_file
 
 
@@ -45,7 +45,8 @@ def test_a_hanging_disk_blocks_neither_training_nor_alerts(freezable_disk: Freez
 
 
 def test_runs_of_several_processes_in_one_directory_do_not_mix(tmp_path: Path) -> None:
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     writers = [context.Process(target=train_here, args=(tmp_path, steps)) for steps in (90, 100)]
     for writer in writers:
         writer.start()

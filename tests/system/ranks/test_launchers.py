@@ -17,7 +17,6 @@ from telemetry import HookLogger
 from tests.helpers import launched
 from tests.helpers.frameworks import AlertFrom, mlp
 from tests.helpers.loops import load
-from tests.helpers.paths import ROOT
 
 VARIABLES = [
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS"),
@@ -84,7 +83,6 @@ def test_the_launchers_variables_give_the_rank_before_a_process_group_exists(
 def launch(*command: str) -> str:
     """Return stderr and stdout of two processes."""
     environment = {n: value for n, value in os.environ.items() if n not in VARIABLES}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240
     )

@@ -59,7 +59,7 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
 
 
 @pytest.mark.usefixtures("busy_machine")
-@pytest.mark.parametrize("name", ["exploding", "saturated", "dead", "diverging", "not_learning"])
+@pytest.mark.parametrize("name", ["exploding", "dead", "diverging"])
 def test_repeated_runs_raise_alerts_of_the_same_kinds_and_layers(name: str, tmp_path: Path) -> None:
     alerts = train(name, tmp_path / "first")
     assert alerts

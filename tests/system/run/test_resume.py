@@ -67,7 +67,6 @@ def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     script = ROOT / "tests" / "helpers" / "interrupted_runs.py"
     done = subprocess.run(
         [sys.executable, str(script), str(log_dir / "checkpoints.pt"), str(log_dir)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,

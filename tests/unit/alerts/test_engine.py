@@ -144,7 +144,8 @@ def test_a_warning_that_leads_to_an_error_escalates_once_with_all_consequences()
 
 def test_a_symptom_that_outlasts_its_cause_names_the_step_of_its_measurement() -> None:
     *_, last = alerts_from(cause(*range(5, 30)), effect(7, persistent=True), steps=50)
-    assert (last.step, figures(last.summary), last.cause) == (30, [7], None)
+    assert (last.step, last.measured_at, last.cause) == (30, 7, None)
+    assert figures(last.message) == [7]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_users_set_limits_and_severity_of_a_default_kind() -> None:
         ({"dead_units": {"fraction": "half"}}, TypeError, "must be a number"),
         ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
         ({"dead_units": {"fraction": 8}}, ValueError, "'fraction': 8.*must be at most 1"),
-        ({"vanishing_gradient": {"zero_share": 1.1}}, ValueError, "zero_share.*must be at most 1"),
+        ({"untrained_parameters": {"share": 1.1}}, ValueError, "share.*must be at most 1"),
         ({"dead_units": {"severity": "fatal"}}, ValueError, "must be one of note, warning, error"),
         ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, a Detector"),
     ],

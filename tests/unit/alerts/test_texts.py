@@ -69,7 +69,8 @@ def test_what_texts_assert_is_in_the_records(
             for claim in re.finditer(pattern, text):
                 checked.add(pattern)
                 is_earlier = earlier is not None and claim.start() < earlier.start()
-                step = int(earlier[1]) if earlier is not None and is_earlier else alert["step"]
+                now = alert["step"] if alert["measured_at"] is None else alert["measured_at"]
+                step = int(earlier[1]) if earlier is not None and is_earlier else now
                 if not holds(records, step, claim.groups()):
                     wrong.append(f"{name}: {claim[0]}")
     assert wrong == []
