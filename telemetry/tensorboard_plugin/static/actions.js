@@ -28,9 +28,8 @@ export function select(page, name, step) {
 
 /** Selects what was clicked in the picture of a run, at the selected step or the last one without another. */
 export function selectIn(page, panel, name, step) {
-  const at = step ?? page.state.step ?? panel.overview.lastStep;
   page.update({ of: panel.name === page.state.other, alert: "", onsets: null });
-  select(page, name, at);
+  select(page, name, step ?? page.state.step ?? panel.overview.lastStep);
 }
 
 /** Closes the details, or where there are none shows everything. */

@@ -17,7 +17,6 @@ import { Toolbar } from "./toolbar.js";
 import { limit, wholeView } from "./view.js";
 
 const LIVE_EVERY_MS = 5000;
-const LOADING = { state: "loading" };
 
 /** Called by TensorBoard once the module is loaded. */
 export async function render() {
@@ -73,7 +72,7 @@ class Page {
   // --- data
 
   start(runs) {
-    this.#show(LOADING);
+    this.#show({ state: "loading" });
     return this.refresh(runs);
   }
 
@@ -94,7 +93,7 @@ class Page {
     const names = [run, other].filter(Boolean);
     const panels = names.map((name) => known(name) ?? new Run(this.source, name, () => this.draw()));
     document.documentElement.dataset.ready = "loading";
-    if (panels.some(({ overview }) => !overview)) this.#show(LOADING);
+    if (panels.some(({ overview }) => !overview)) this.#show({ state: "loading" });
     const loading = (this.loading = Promise.all(panels.map((panel) => panel.load(statistic))));
     const error = await loading.then(() => null, (reason) => reason);
     if (loading !== this.loading) return;
@@ -139,8 +138,7 @@ class Page {
 
   /** Reads again if the page is live or has no data yet, and is seen. */
   #readAgain() {
-    const hasData = ({ fields }) => [...fields.values()].some(({ steps }) => steps.length);
-    const isEmpty = this.runs && !this.panels.some(hasData);
+    const isEmpty = this.runs && this.panels.every(({ fields }) => [...fields.values()].every(({ steps }) => !steps.length));
     // Another dashboard of TensorBoard's hides the frame, not the document.
     const isSeen = window.innerWidth > 0 && !document.hidden;
     if (isSeen && (this.isLive || isEmpty)) this.refresh();

@@ -6,7 +6,7 @@ import { columnAt, curveAt } from "./field.js";
 import { clamp, formatNumber, formatStep } from "./format.js";
 import { AXIS_HEIGHT, heightOf, TOP } from "./heatmap.js";
 import { rowsByLayer } from "./rows.js";
-import { INFINITE_COLORS, NAN_COLORS, placesOn, scaleText, scaleTicks, usualOf } from "./scale.js";
+import { extended, INFINITE_COLORS, NAN_COLORS, placesOn, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const STRIP_HEIGHT = 72;
 const GIB = 2 ** 30;
@@ -61,16 +61,14 @@ function nameOf({ tag }) {
 // --- layers
 
 const MOST = 12;
-const SEVERITIES = ["error", "warning", "note"];
 const HEIGHTS = [150, 420];
 
-/** Curves of the rows in view that have alerts, the gravest first, and on top that of the selected layer. */
+/** Curves of the rows in view that have alerts, the first ones, and on top that of the selected layer. */
 export function curvesOfLayers({ panel, rows, view, theme, selection, alerts, field, rowValues }) {
   const rowOf = rowsByLayer(rows);
   const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
   const chosen = rowOf.get(selection?.layer) ?? -1;
-  const ordered = SEVERITIES.flatMap((severity) => alerts.filter((alert) => alert.severity === severity));
-  const faulty = new Set(ordered.map(({ layer }) => rowOf.get(layer)));
+  const faulty = new Set(alerts.map(({ layer }) => rowOf.get(layer)));
   const places = [...faulty].filter((row) => row >= first && row < end && row !== chosen).slice(0, MOST);
   places.sort((a, b) => a - b);
   if (chosen >= 0) places.push(chosen);
@@ -102,17 +100,18 @@ export function profileWidth(width) {
 
 /** @returns {Object|null} the plot of a run at a step; see `contentsOf` and `Plot` */
 export function drawProfile(canvas, shown, step) {
-  const { rightOf: width, panel, field, rowValues, ranges, scale, rows, view, theme, height } = shown;
+  const { rightOf: width, panel, field, rowValues, ranges, rows, view, theme, height } = shown;
   const context = prepare(canvas, width, height);
   const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
   const column = Math.max(columnAt(field.steps, step), 0);
+  const valueOf = (row) => rowValues[column * rows.length + row];
+  const scale = extended(shown.scale, [...ranges.flat(), ...rows.map((_, row) => valueOf(row))]);
   drawAxis(context, theme, box, scale, field.steps[column]);
   if (!field.steps.length) return null;
   const rowHeight = box.height / (view.row1 - view.row0);
   const placeOf = placesOn(scale);
   const xOf = (value) => box.x + placeOf(value) * box.width;
   const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
-  const valueOf = (row) => rowValues[column * rows.length + row];
   clip(context, 0, box.y - 1, width, box.height + 2);
   context.fillStyle = theme.missing;
   for (const row of visible) {

@@ -64,13 +64,15 @@ export function valueAt(field, layer, step) {
  */
 export function valuesOfRows(values, field, rows, scale) {
   const result = new Float32Array(field.steps.length * rows.length);
-  const behind = rows.map(({ layers }) => [...new Set(layers.map((layer) => rowOf(field, layer)))]);
+  const rowsOf = ({ layers }) => [...new Set(layers.map((layer) => rowOf(field, layer)))].filter((row) => row >= 0);
+  const behind = rows.map(rowsOf);
   for (let column = 0; column < field.steps.length; column++) {
     const start = column * field.rows;
     for (let index = 0; index < rows.length; index++) {
-      let value = -1;
-      for (const row of behind[index]) {
-        const other = row < 0 ? -1 : values[start + row];
+      const own = behind[index];
+      let value = own.length ? values[start + own[0]] : -1;
+      for (let i = 1; i < own.length; i++) {
+        const other = values[start + own[i]];
         if (rankOf(other, scale) > rankOf(value, scale)) value = other;
       }
       result[column * rows.length + index] = value;

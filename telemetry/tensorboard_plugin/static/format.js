@@ -62,15 +62,12 @@ export function capital(text) {
 export function alertTitle({ kind, stage, consequences }) {
   const latest = consequences.at(-1);
   const now = stage === "escalated" ? (latest ? `, then ${faultText(latest)}` : ", escalated") : "";
-  return capital(kindText(kind)) + (stage === "resolved" ? ", resolved" : now);
+  return capital(faultText({ kind })) + (stage === "resolved" ? ", resolved" : now);
 }
 
 export function faultText({ kind, module_name: layer }) {
-  return kindText(kind) + (layer ? ` in ${layer}` : "");
-}
-
-function kindText(kind) {
-  return kind === "nonfinite" ? "NaN or infinity" : kind.replaceAll("_", " ");
+  const text = kind === "nonfinite" ? "NaN or infinity" : kind.replaceAll("_", " ");
+  return layer ? `${text} in ${layer}` : text;
 }
 
 export function alertAloud(alert) {

@@ -110,6 +110,7 @@ function Panel({ page, shown }) {
   const { layers, lastStep } = panel.overview;
   const strip = stripOf(shown);
   const costs = costsOf(shown);
+  const notice = noticeOf(page, shown);
   const isEmpty = !field.steps.length || !shown.rows.length;
   const title = shown.mode === "run" ? `${panel.name}, relative to ${page.state.other}` : panel.name;
   const onPick = ({ layer, step }) => (layer === undefined ? page.update({ step }) : selectIn(page, panel, layer, step));
@@ -124,7 +125,7 @@ function Panel({ page, shown }) {
       ${costs && html`<p class="costs">${costs}</p>`}
     </div>
     <div class="notes">
-      <${Notice} page=${page} shown=${shown} />
+      <p class="notice" role="status" hidden=${!notice}>${notice}</p>
       <${First} page=${page} shown=${shown} />
     </div>
     <div>
@@ -167,11 +168,6 @@ function originText(alerts) {
   const faults = alerts.flatMap((alert) => [alert, ...alert.consequences]);
   const named = faults.find(({ kind, module_name: layer }) => kind === "nonfinite" && layer);
   return named ? `; alert: ${named.module_name}` : "";
-}
-
-function Notice({ page, shown }) {
-  const text = noticeOf(page, shown);
-  return html`<p class="notice" role="status" hidden=${!text}>${text}</p>`;
 }
 
 /** About what is not shown, and layers that do not train; "" without any. */

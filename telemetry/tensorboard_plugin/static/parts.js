@@ -122,8 +122,7 @@ export function Curves({ title, class: style, labelAt = () => null, onPick, hasL
 /** Next to the pointer, toward the middle of the window. A popover: it is above dialogs, too. */
 export function Tooltip() {
   const node = useRef();
-  const at = usePointed();
-  const said = at?.x === undefined ? null : at;
+  const said = usePointed((at) => (at?.x === undefined ? null : at));
   useLayoutEffect(() => {
     node.current.togglePopover(false); // a dialog may have opened since
     node.current.togglePopover(Boolean(said));

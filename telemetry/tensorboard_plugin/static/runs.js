@@ -34,8 +34,8 @@ export function RunTable({ page }) {
     event.preventDefault(); // else it also presses the button that gets the focus back
     choose(shown[0]);
   };
-  const { length } = offered;
-  const count = shown.length === length ? `${length} run${length === 1 ? "" : "s"}` : `${shown.length || "none"} of ${length} runs`;
+  const of = `${offered.length} run${offered.length === 1 ? "" : "s"}`;
+  const count = shown.length === offered.length ? of : `${shown.length || "none"} of ${of}`;
   const choice = (column) => html`<label>
     <input type="checkbox" checked=${isShown(column)}
       onchange=${() => page.update({ columns: toggled(unusual, column.title) })} />
@@ -76,10 +76,10 @@ export function Comparison({ page }) {
 }
 
 function Table({ page, runs, columns, order, onSort, onChoose }) {
-  const head = ({ title, isNumber }) => {
+  const head = ({ title, isNumber, note }) => {
     const isSorted = title === order.by;
     const sort = () => onSort({ by: title, isReversed: isSorted && !order.isReversed });
-    return html`<th scope="col" class=${isNumber ? "number" : ""}
+    return html`<th scope="col" title=${note} class=${isNumber ? "number" : ""}
       aria-sort=${isSorted ? (order.isReversed ? "descending" : "ascending") : "none"}>
       <button onclick=${sort}>${title}</button>
     </th>`;
@@ -130,7 +130,7 @@ const TOLERANCE = 1e-6; // of two numbers that read the same
 
 /**
  * A column has a `title`; `key(run)`, the value to sort and filter by; `show(run)`, the content of a cell. It may
- * be a number, `isNumber`, or hidden unless the user chooses otherwise.
+ * be a number, `isNumber`, have a `note`, or be hidden unless the user chooses otherwise.
  * @typedef {Object} Column
  */
 
@@ -139,12 +139,8 @@ const BASE = [
   { title: "Started", key: (run) => -run.started /* the newest first */, show: (run) => ago(run.started) },
   number("Last step", (run) => run.lastStep, formatStep),
   number("Last loss", (run) => run.loss && Number(run.loss.last)), // NaN comes as a text
-  number("Best loss", (run) => run.loss && Number(run.loss.best)),
-  {
-    title: "Worst alert",
-    key: (run) => run.alert?.kind,
-    show: (run) => (run.alert ? alertOf(run.alert) : "none"),
-  },
+  { ...number("Best loss", (run) => run.loss && Number(run.loss.best)), note: "least mean of a fiftieth of the losses" },
+  { title: "Worst alert", key: ({ alert }) => alert?.kind, show: ({ alert }) => (alert ? alertOf(alert) : "none") },
   { ...number("Alerts", (run) => run.alertCount, String), isHidden: true },
   { title: "First difference from the first run", key: (run) => run.difference, show: (run) => run.difference }, // in a report
 ];

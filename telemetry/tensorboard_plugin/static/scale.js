@@ -81,7 +81,7 @@ const OUTSIDE = 0.002; // share of the values at either end that may lie beyond 
 
 /**
  * A diverging scale has a middle, for values relative to a median.
- * @typedef {{diverging: boolean, log: boolean, low: number, high: number}} Scale
+ * @typedef {{diverging: boolean, log: boolean, low: number, high: number}} Scale; `isCut`: whether values lie beyond its ends
  */
 
 /**
@@ -103,7 +103,18 @@ export function makeScale(statistic, mode, fields) {
   const margin = most - least < 0.05 ? 0.5 : 0;
   const high = Math.pow(10, Math.ceil(most + margin - 1e-6));
   const low = Math.min(Math.pow(10, Math.floor(least - margin + 1e-6)), high / 10);
-  return { diverging, log: true, low, high };
+  return { diverging, log: true, low, high, isCut: [values[0] < low, values.at(-1) > high] };
+}
+
+/** The same scale, extended to whole decades around values beyond it. */
+export function extended(scale, values) {
+  if (!scale.log || scale.diverging) return scale;
+  let { low, high } = scale;
+  for (const value of values) {
+    if (value > 0) low = Math.min(low, value);
+    if (value < Infinity) high = Math.max(high, value);
+  }
+  return { ...scale, low: 10 ** Math.floor(Math.log10(low) + 1e-6), high: 10 ** Math.ceil(Math.log10(high) - 1e-6) };
 }
 
 /** The function from values to places on a scale, 0 to 1. */
@@ -203,8 +214,11 @@ export function drawScale(canvas, scale, theme, usual) {
   }
   const xAt = (place) => BAR.x + place * BAR.width;
   const placeOf = placesOn(scale);
+  const cut = [`≤ ${scaleText(scale, scale.low)}`, `≥ ${scaleText(scale, scale.high)}`];
+  const ends = cut.map((text, end) => ({ x: xAt(end), text })).filter((_, end) => scale.isCut?.[end]);
   const ticks = scaleTicks(scale).map(({ place, text }) => ({ x: xAt(place), text }));
-  drawTicks(context, theme, BAR, ticks, BAR.x, BAR.x);
+  const others = ticks.filter(({ x }) => ends.every((end) => Math.abs(end.x - x) > 2 * BAR.x));
+  drawTicks(context, theme, BAR, [...others, ...ends], BAR.x, BAR.x);
   context.fillStyle = theme.usual;
   for (const value of usual) drawShape(context, xAt(placeOf(value)), 0, [[-5, 0], [5, 0], [0, BAR.y]]);
 }

@@ -290,8 +290,9 @@ function Histograms({ page, data: { histograms }, theme, view, step }) {
     <${Plot} class="histogram" aria-label=${title} onPick=${pickStep(page)}
       draw=${(canvas, width) => drawHistogram(canvas, chosen, { view, theme, width, height: 180, step })} />
     <p class="muted">
-      Bars: step ${formatStep(steps[index])}, one of ${steps.length}. 5 %, median and 95 % are at${" "}
-      ${quantilesOf(chosen, index).map(formatNumber).join(", ")}. Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond. ${zeroText(chosen, index)}
+      Bars: step ${formatStep(steps[index])}, one of ${steps.length}; 5 %, median and 95 % are at${" "}
+      ${quantilesOf(chosen, index).map(formatNumber).join(", ")}.
+      Axis: linear within ±${formatNumber(chosen.unit)}, logarithmic beyond. ${zeroText(chosen, index)}
     </p>
   </div>`;
 }

@@ -1,7 +1,7 @@
 // The row of controls at the top, which in a narrow window a button shows; saving the view as PNG or CSV.
 
 import { foldAt, listRuns, move, unzoom } from "./actions.js";
-import { isThinned, rowOf } from "./field.js";
+import { isThinned, valueAt } from "./field.js";
 import { formatStep } from "./format.js";
 import { contentsOf } from "./panel.js";
 import { DropDown } from "./parts.js";
@@ -155,11 +155,10 @@ function pictureOf(page) {
 function csvOf({ panel, field, rows, view, statistic }) {
   const lines = [`run,step,module_name,type_name,${statistic.name}`];
   const shown = rows.slice(Math.floor(view.row0), Math.ceil(view.row1)).flatMap(({ layers }) => layers);
-  field.steps.forEach((step, column) => {
+  field.steps.forEach((step) => {
     if (step < view.step0 || step >= view.step1) return;
     for (const layer of shown) {
-      const row = rowOf(field, layer);
-      const value = row < 0 ? -1 : field.values[column * field.rows + row];
+      const value = valueAt(field, layer, step);
       if (value < 0) continue;
       const { name, type } = panel.overview.layers[layer];
       lines.push([panel.name, step, name, type, numberText(value)].map(csvText).join(","));

@@ -174,7 +174,7 @@ def test_zeros_are_separate_in_histograms_and_count_in_quantiles(page: Telemetry
     assert 20 < float(share.split()[0]) < 80
     caption = page.locator(".detail p", has_text="Exactly zero").inner_text()
     assert f"Exactly zero: {share}" in caption
-    found = re.search(r"Linear up to ±(\S+),", caption)
+    found = re.search(r"linear within ±(\S+),", caption)
     assert found is not None
     assert 0.01 < float(found[1]) < 10
     quantiles = re.search(r"are at (\S+), \S+, (\S+)\. ", caption)
