@@ -177,6 +177,18 @@ def test_a_value_that_the_sample_lacks_is_seen() -> None:
     assert large.sketch.norm == pytest.approx(huge.double().norm().item(), rel=0.02)
 
 
+def test_magnitudes_that_bfloat16_lacks_are_zeros_unless_no_element_is_zero() -> None:
+    """Softmax of a mask of -100 gives 4e-44."""
+    without = normal(400, 300).abs() + 1
+    without[:, ::2] = 4e-44
+    with_one = without.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(0.0))
+    none, some = measure([without, with_one])
+    assert none.sketch.zero_count == 0
+    assert none.sketch.min == pytest.approx(4e-44, rel=0.1)
+    assert some.sketch.min == 0
+    assert some.sketch.zero_fraction == pytest.approx(0.5, abs=FEW_ZEROS)
+
+
 def test_a_tensor_for_which_memory_is_missing_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
