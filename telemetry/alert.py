@@ -39,7 +39,7 @@ class Alert:
     Attributes:
         kind: Kind of fault; ``docs/alerts/`` lists those of the default rules.
         severity: ``error``: the run is lost or wrong; ``warning``: worth a look; ``note``: a fact
-            that may be intended: it is shown, but neither raised nor printed.
+            that may be intended: it neither raises nor stops.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
         batches: Batches that may be the cause, with the ids that ``HookLogger.batch`` received.

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.nn import functional
@@ -42,6 +40,7 @@ from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
 from telemetry.selection import check_model
+from telemetry.tables import Column, new_console, number, print_table
 from telemetry.testing import capture_run
 
 __all__ = ["CheckResult", "check"]
@@ -77,18 +76,14 @@ class CheckResult:
 
     def print(self) -> None:
         """Print a table of the layers and the findings to stdout."""
-        console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
-        if not console.is_terminal:
-            console.width = _ANY_WIDTH
-        layers, grid = table(self.record), Table("layer", "class", box=None, pad_edge=False)
-        for title in _SHOWN:
-            grid.add_column(title, justify="right")
-        for row, module in enumerate(self.record.layout.modules):
-            if layers.known[row].any():
-                values = [layers.value(row, name) for name in _SHOWN.values()]
-                cells = ["" if value is None else f"{figure(value)}" for value in values]
-                grid.add_row(*map(Text, (called(module.name), printable(module.type_name), *cells)))
-        console.print(grid)
+        console, layers = new_console(), table(self.record)
+        rows = np.flatnonzero(layers.known.any(axis=1)).tolist()
+        modules = [self.record.layout.modules[row] for row in rows]
+        columns = [Column("class", [Text(printable(module.type_name)) for module in modules], 0)]
+        for title, name in _SHOWN.items():
+            values = [number(layers.value(row, name)) for row in rows]
+            columns.append(Column(title, values, 1, is_number=True))
+        print_table(console, "layer", [called(module.name) for module in modules], columns)
         console.print(f"\nloss {figure(self.loss, 4)}")
         sizes, trainable = self.record.layout.sizes, self.record.trainable
         count, total = int(sizes[trainable].sum()), int(sizes.sum())
@@ -102,7 +97,6 @@ class CheckResult:
             console.print("nothing found")
 
 
-_ANY_WIDTH = 1 << 16
 _SHOWN = {
     "output RMS": "activation_rms",
     "gradient RMS": "activation_grad_rms",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
-from telemetry.plain_text import listed, type_of
+from telemetry.plain_text import closest, type_of
 from telemetry.records.step import is_inside
 
 T = TypeVar("T")
@@ -19,10 +18,6 @@ Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Selector: TypeAlias = str | type[nn.Module] | Predicate
 Selectors: TypeAlias = Selector | Iterable[Selector]
 
-# Less similar names do not help, such as "4" for "nothing*". difflib's default of 0.6 would reject
-# one of two letters and "*".
-_CLOSE = 0.5
-_MOST_NAMES = 5
 # Attributes of the wrapped module: torch.compile, FSDP1, activation checkpointing.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # That of DistributedDataParallel and DataParallel; only at the root, as users like this name.
@@ -94,14 +89,14 @@ class Selection:
                 found.difference_update(map(id, module.parameters()))
         return found
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, argument: str = "HookLogger(modules") -> None:
         """Raise ValueError if a glob matches no module of this model, or no module is selected."""
         candidates = _candidates(model)
-        _check_globs("HookLogger(modules", self, candidates)
+        for glob in (*(self.modules or ()), *self.exclude):
+            if isinstance(glob, _Glob) and not any(map(glob.matches, candidates)):
+                raise ValueError(_explain_no_match(argument, glob, candidates))
         if self != Selection() and not self.apply(model):
-            raise ValueError(
-                f"HookLogger(modules=...): leaves none of the {_count(candidates)} to watch"
-            )
+            raise ValueError(f"{argument}=...): selects none of the {_count(candidates)}")
 
 
 def select_modules(
@@ -109,12 +104,9 @@ def select_modules(
 ) -> dict[str, nn.Module]:
     """Return modules by clean name, as ``HookLogger(modules=...)`` selects them for ``caller``."""
     check_model(model, caller)
-    selection = Selection.parse(select, f"{caller}(select")
-    _check_globs(f"{caller}(select", selection, _candidates(model))
-    selected = selection.apply(model)
-    if not selected:
-        raise ValueError(f"{caller}(select=...): selects none of the {_count(_candidates(model))}")
-    return cleaned(selected.items())
+    selection = Selection.parse(_is_leaf if select is None else select, f"{caller}(select")
+    selection.check(model, f"{caller}(select")
+    return cleaned(selection.apply(model).items())
 
 
 def select_parameters(
@@ -226,12 +218,6 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {n: module for n, module in model.named_modules() if not _is_wrapper(n, module)}
 
 
-def _check_globs(argument: str, selection: Selection, names: Collection[str]) -> None:
-    for glob in (*(selection.modules or ()), *selection.exclude):
-        if isinstance(glob, _Glob) and not any(map(glob.matches, names)):
-            raise ValueError(_explain_no_match(argument, glob, names))
-
-
 def owners(parameter: str) -> Iterator[str]:
     """Return the names of the modules that contain a parameter, including the model's."""
     parts = parameter.split(".")[:-1]
@@ -257,17 +243,14 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
 def _explain_no_match(
     argument: str, glob: _Glob, modules: Collection[str], parameters: Collection[str] = ()
 ) -> str:
-    parts = list(filter(None, map(clean_name, [*parameters, *modules])))
-    closest = difflib.get_close_matches(glob.pattern, parts, n=2, cutoff=_CLOSE)
     counted = _count(modules)
     if parameters:
         counted = f"{_count(parameters, 'parameter')} and {counted}"
     message = f'{argument}="{"!" * glob.excludes}{glob.pattern}"): matches none of the {counted}'
     if "[" in glob.pattern:
         message += "; [ begins a set of characters, [[] matches the character [ itself"
-    if closest:
-        return f"{message}; the closest names are {', '.join(closest)}"
-    return f"{message}; their names are {listed(parts, _MOST_NAMES)}" if parts else message
+    names = filter(None, map(clean_name, [*parameters, *modules]))
+    return f"{message}; {closest(glob.pattern, names)}"
 
 
 def _count(names: Collection[str], what: str = "module") -> str:

@@ -24,17 +24,9 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file or a link to one; OSError: another one, which may block or be endless."""
-    _require_regular(path, os.stat(path))
-    # The file may have become a pipe; opening it must not block until there is a writer.
+    # Opening a pipe must not block until there is a writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE))  # noqa: SIM115
-    try:
-        _require_regular(path, os.fstat(file.fileno()))
-    except OSError:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise
-    return file
-
-
-def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return file

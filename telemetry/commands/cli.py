@@ -16,11 +16,12 @@ from rich.console import Console
 from telemetry.commands.alerts import FAIL_ON, alerts, print_help
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.lint import FORMATS, lint
-from telemetry.commands.output import new_console, reason, report_problems
+from telemetry.commands.output import reason, report_problems
 from telemetry.commands.report import report
 from telemetry.commands.runs import diff, runs
 from telemetry.commands.summary import summary
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.tables import new_console
 from telemetry.version import __version__
 
 _EPILOG = """\
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
     add("--top", type=int, metavar="N", help="show only the first N layers")
 
-    does = "print status, loss, first alert and hyperparameters of runs, the newest first"
+    does = "print status, loss, worst alert and hyperparameters of runs, the newest first"
     examples = ["runs/ --sort best_loss", "runs/ --filter lr=0.1 --csv"]
     add = command(runs, "runs", does, examples, of_runs, reverse, form)
     sort = "column or hyperparameter, such as best_loss or lr (default: %(default)s)"

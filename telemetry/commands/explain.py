@@ -18,6 +18,7 @@ from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, called_all, printable, sparkline
 from telemetry.reading.faults import earliest_onsets, faults_of
 from telemetry.reading.run_data import RunData
+from telemetry.tables import Column, print_table
 
 MAX_ROWS = 30
 MAX_POINTS = 60
@@ -171,10 +172,10 @@ def _print_table(fault: Mapping[str, Any], onsets: Sequence[Onset], console: Con
         label = f"{mark} {printable(names[row] or modules['type'][row])}"
         lines.append((label, [_moments(p[key][row] for p in profiles) for key in shown]))
     columns = [
-        output.Column(_SHOWN[key], [Text(cells[place]) for _, cells in lines], -place)
+        Column(_SHOWN[key], [Text(cells[place]) for _, cells in lines], -place)
         for place, key in enumerate(shown)
     ]
-    output.print_table(console, "  module", [label for label, _ in lines], columns)
+    print_table(console, "  module", [label for label, _ in lines], columns)
     notes: dict[str, list[str]] = {}
     for row in rows:
         for note in _notes(profiles, row, moved.get(names[row])):

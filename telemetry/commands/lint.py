@@ -63,8 +63,9 @@ def read_series(path: Path) -> Series:
     """Return the scalars of a TensorBoard directory, a ``trainer_state.json`` or a CSV file."""
     if path.is_dir():
         source = FileSource(path, plugin_names=("scalars",))
+        series = source.read("scalars", [*source.tags("scalars")])
         report_problems(source.problems)
-        return source.read("scalars", [*source.tags("scalars")])
+        return series
     with open_file(path) as file:
         text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:

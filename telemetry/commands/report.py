@@ -11,11 +11,12 @@ import time
 from rich.console import Console
 
 from telemetry.commands.explain import print_faults
-from telemetry.commands.output import LogDirs, new_console, report_problems
+from telemetry.commands.output import LogDirs, report_problems
 from telemetry.plain_text import printable
 from telemetry.reading.faults import faults_of
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_entry import row_of
+from telemetry.tables import new_console
 from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
 
 

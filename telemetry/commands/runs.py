@@ -21,6 +21,7 @@ from telemetry.reading.comparison import Comparison, Difference, compare
 from telemetry.reading.run import only_log_dir, open_run, split_run
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_entry import row_of
+from telemetry.tables import ALWAYS, Column, number, print_table
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "worst_alert")
 _MOST_WANTED = ("status", "worst_alert", "last_loss", "last_step")
@@ -48,7 +49,7 @@ def runs(args: argparse.Namespace, console: Console) -> int:
         # On a narrow terminal, the last hyperparameters are hidden first.
         order = [*_MOST_WANTED, *columns]
         table = [_column(title, records, -order.index(title)) for title in shown]
-        output.print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
+        print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
     elif found.found and terms:
         console.print(f"no run matches --filter {printable(args.filter)!r}")
     return found.status
@@ -135,14 +136,14 @@ def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> li
     return sorted(known, key=key, reverse=is_reversed != (column == "started")) + missing
 
 
-def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> output.Column:
+def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> Column:
     values = [record[title] for record in records]
     if title in ("last_loss", "best_loss"):
-        cells = [Text() if value is None else output.number(value) for value in values]
+        cells = [*map(number, values)]
     else:
         cells = [Text(printable(_text(value)), _STYLES.get(value, "")) for value in values]
     is_number = not any(isinstance(value, str | bool) for value in values)
-    return output.Column(printable(title).replace("_", " "), cells, weight, is_number)
+    return Column(printable(title).replace("_", " "), cells, weight, is_number)
 
 
 def _text(value: object) -> str:
@@ -187,7 +188,7 @@ def _print(comparison: Comparison, console: Console) -> None:
     also = f", the layers at {diverged[layer]}" if layer else ""
     console.print(f"{common}; the runs diverge at {diverged[0]}{also}\n", style="bold")
     values = [_values(difference) for difference in found]
-    output.print_table(
+    print_table(
         console,
         "first difference in",
         [
@@ -195,10 +196,10 @@ def _print(comparison: Comparison, console: Console) -> None:
             for d, place in zip(found, places, strict=True)
         ],
         [
-            output.Column("step", [Text(str(d.step)) for d in found], output.ALWAYS, True),
-            output.Column("first", [first for first, _ in values], output.ALWAYS, True),
-            output.Column("second", [second for _, second in values], output.ALWAYS, True),
-            output.Column("layers", [Text(str(d.layer_count or "")) for d in found], 0, True),
+            Column("step", [Text(str(d.step)) for d in found], ALWAYS, True),
+            Column("first", [first for first, _ in values], ALWAYS, True),
+            Column("second", [second for _, second in values], ALWAYS, True),
+            Column("layers", [Text(str(d.layer_count or "")) for d in found], 0, True),
         ],
     )
 
@@ -213,7 +214,7 @@ def _place(difference: Difference) -> str:
 def _values(difference: Difference) -> tuple[Text, Text]:
     """Return both values, with the digits of float32 if fewer do not tell them apart."""
     both = difference.first, difference.second
-    first, second = map(output.number, both)
+    first, second = map(number, both)
     if first.plain == second.plain:
-        first, second = (output.number(value, 9) for value in both)
+        first, second = (number(value, 9) for value in both)
     return first, second

@@ -13,11 +13,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.output import Column, LogDirs, number, print_records, print_table
+from telemetry.commands.output import LogDirs, print_records
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import RunData, trained_share
 from telemetry.records.step import INPUT, is_inside
+from telemetry.tables import Column, number, print_table
 from telemetry.tag_names import FULL_STEPS, MEMORY, RUN, TIMES
 
 _CURVE_WIDTH = 16

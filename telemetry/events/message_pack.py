@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from threading import Lock
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -60,7 +60,7 @@ def _flat_array(code: int, data: memoryview) -> Any:
 
 def _array(kind: Any, value: Any) -> Any:
     shape, array = value
-    (dtype,) = get_args(get_args(kind)[1])
+    dtype = kind.__args__[1].__args__[0]  # of ``NDArray[dtype]``
     if not isinstance(array, np.ndarray) or dtype not in (Any, array.dtype.type):
         raise ValueError(f"not an array of {dtype}")
     return array.reshape(shape)

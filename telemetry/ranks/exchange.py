@@ -36,12 +36,13 @@ from telemetry.ranks.connection import (
     wait_for,
 )
 from telemetry.ranks.merging import MergedRecords, MergedStep
-from telemetry.ranks.rank_record import FORMAT, RankRecord, RankRecords, decode
+from telemetry.ranks.rank_record import RankRecord, RankRecords, decode
 from telemetry.ranks.topology import RankNotes, RankObserver
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
 from telemetry.records.step import NO_LAYOUT
 from telemetry.threads import each_within
+from telemetry.version import __version__
 
 # High-water mark of merged steps that are queued for the rules: above it, steps are dropped.
 MAX_BYTES = 128 * 2**20
@@ -180,7 +181,7 @@ class RankExchange(Exchange):
         # All threads:
         self._changed = threading.Condition()
         self._queued_bytes = 0  # of merged steps
-        self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
+        self._sent = self._recorded = -1  # sequence numbers of the latest steps
         self.barrier = Barrier(current_step())
         # The thread of the exchange:
         self._clock, self._read_at = 0.0, time.monotonic()
@@ -188,7 +189,7 @@ class RankExchange(Exchange):
         self._asked_at = math.inf  # to raise
         self._answers: dict[int, int] = {}  # numbers of the ranks' current steps
         self._close_at = self._rest_at = math.inf  # ends of merging, and of receiving more steps
-        self._rendezvous = Rendezvous(f"{FORMAT}/{next(_numbers) if name is None else name}")
+        self._rendezvous = Rendezvous(f"{__version__}/{next(_numbers) if name is None else name}")
         self._server: Server | None = None
         follow = partial(self._do, self._follow)
         self._client = Client(self._rendezvous, rank, follow) if rank else None
@@ -225,8 +226,8 @@ class RankExchange(Exchange):
 
     def send_part(self, part: RankRecord) -> None:
         """Send this rank's measurements; the phases of a step come before the step itself."""
-        self._awaited = part.record.step, not part.record.phase
         part = self._maker.numbered(part)
+        self._sent = part.sequence
         if self._client is None:
             self._submit(self._add, part)
         else:
@@ -251,9 +252,8 @@ class RankExchange(Exchange):
     def note_recorded(self, merged: MergedStep) -> None:
         with self._changed:
             self._queued_bytes -= merged.nbytes
-            if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
-                self._awaited = None
-                self._changed.notify_all()
+            self._recorded = max(self._recorded, merged.sequence)
+            self._changed.notify_all()
 
     def request_full(self, step: int) -> bool:
         """Announce a full step; not if a later one is announced, or a step's time is unknown."""
@@ -280,7 +280,7 @@ class RankExchange(Exchange):
     def wait(self, timeout_s: float) -> None:
         if self.records and self._thread.is_alive():
             with self._changed:
-                self._changed.wait_for(lambda: self._awaited is None, timeout_s)
+                self._changed.wait_for(lambda: self._recorded >= self._sent, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         each_within(min(CLOSE_S, timeout_s), self.wait, self._close)

@@ -144,7 +144,7 @@ class MergedStep:
     """Records of several ranks of one step or phase; their tensors are merged as they arrive."""
 
     def __init__(self, first: RankRecord) -> None:
-        self.step, self.phase = first.record.step, first.record.phase
+        self.sequence, self.step, self.phase = first.sequence, first.record.step, first.record.phase
         self.parts: dict[int, RankRecord] = {}  # by rank, without tensors
         self.tables: list[TensorTable] = []  # their tensors, some merged
         self.rms: dict[int, dict[TensorKey, float]] = {}  # root mean squares of outputs, by rank

@@ -32,9 +32,6 @@ Integers: TypeAlias = NDArray[np.int64]
 Natural: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**20)]
 
-# Version of the messages; ranks with different ones do not connect.
-FORMAT = "25"
-
 # Kinds of tensors that belong to no pipeline stage.
 OF_INPUTS = ("inputs", "channels")
 KINDS = [name for name, by in REDUCTIONS.items() if by is By.TENSORS]

@@ -7,7 +7,7 @@ at that time, and ``kind/NNNN.name[i]`` for further outputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from telemetry.plain_text import printable
 from telemetry.reading.run_data import Layer, RunData
@@ -21,7 +21,7 @@ _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
 _PICTURE = re.compile(r"(?:(.+)/)?(feature_maps|filters|input)(?:/(\d{4,9})\.(.*))?", re.DOTALL)
 _OTHER = "", -1, ""
 _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
-_MAX_RATES = 4
+MAX_RATES = 4
 _MAX_METRICS = 30
 
 NamedTag = tuple[str, str, str]
@@ -62,11 +62,6 @@ def places_of_images(tags: Iterable[str]) -> set[int]:
     return {int(picture[3]) for picture in found if picture and picture[3]}
 
 
-def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
-    """Return the tag of the loss among a run's scalars; ``chosen`` is what the logger wrote."""
-    return chosen if chosen in tags else loss_among(tags)
-
-
 def metrics_among(tags: Iterable[str], loss: str | None) -> list[str]:
     """Return the scalars that the user logged: no tag of ours, no learning rate, not the loss."""
     own = [tag for tag in tags if tag == plain(tag) and parse_numbered(tag) is None]
@@ -76,8 +71,9 @@ def metrics_among(tags: Iterable[str], loss: str | None) -> list[str]:
 def scalar_curves(run: RunData) -> list[tuple[str, str]]:
     """Return pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
     known = sorted(run.source.tags("scalars"))
-    loss = loss_of(known, run.loss_tag())
-    rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:_MAX_RATES]
+    loss = run.loss_tag()  # as the logger wrote it
+    loss = loss if loss in known else loss_among(known)
+    rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:MAX_RATES]
     return [*(("loss", tag) for tag in (loss,) if tag), *(("learning rate", tag) for tag in rates)]
 
 

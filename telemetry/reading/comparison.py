@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import called
-from telemetry.reading import builtin_tags
+from telemetry.reading.builtin_tags import MAX_RATES, scalar_curves
+from telemetry.reading.matrix import WHOLE
 from telemetry.reading.run_data import RunData
+from telemetry.records.loss import loss_among
 from telemetry.records.step import INPUT, is_inside
-from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
 # A share of all gradients differs in every layer if one differs.
@@ -113,12 +115,24 @@ def _same(
 
 
 def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
-    """Return loss and learning rates by name and step; the loss is named ``loss``."""
-    names = {
-        tag: kind if kind == "loss" else plain(tag) for kind, tag in builtin_tags.scalar_curves(run)
-    }
-    read = run.source.read("scalars", list(names))
-    return {names[tag]: dict(curve) for tag, curve in read.items()}
+    """Return loss and learning rates by name and step; the loss is named ``loss``.
+
+    TensorBoard's curves would lack most steps of a rate. They have the loss that a program logs
+    with a writer of its own.
+    """
+    logged, found = run.logged(), defaultdict[str, dict[int, float]](dict)
+    loss = run.loss_tag() or loss_among(logged)
+    if loss in logged:
+        found["loss"] = dict(logged[loss])
+    else:
+        tags = [tag for kind, tag in scalar_curves(run) if kind == "loss"]
+        found["loss"] = {
+            step: v for of in run.source.read("scalars", tags).values() for step, v in of
+        }
+    for frame in run.norms(WHOLE):
+        for group, rate in enumerate(frame.learning_rates[:MAX_RATES]):
+            found[f"learning_rate/{group}"][frame.step] = rate
+    return found
 
 
 def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:

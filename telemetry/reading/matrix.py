@@ -149,13 +149,10 @@ class UnitExtremes:
 
     def thin(self, max_cells: int) -> UnitExtremes:
         """Merge neighboring steps until there are at most ``max_cells`` steps times units."""
-        factor = -(-len(self.steps) // max(1, max_cells // max(1, self.extremes.shape[1])))
-        if factor <= 1:
-            return self
-        starts = np.arange(0, len(self.steps), factor)
-        low = np.minimum.reduceat(self.min, starts)
-        extremes = np.stack([low, np.maximum.reduceat(self.max, starts)], axis=-1)
-        return replace(self, steps=self.steps[::factor], extremes=extremes)
+        max_steps = max(1, max_cells // max(1, self.extremes.shape[1]))
+        factor = max(1, -(-len(self.steps) // max_steps))
+        low, high = -largest(-self.min, factor, 0), largest(self.max, factor, 0)
+        return replace(self, steps=self.steps[::factor], extremes=np.stack([low, high], axis=-1))
 
 
 @np.errstate(all="ignore")

@@ -112,11 +112,12 @@ def units(found: UnitExtremes) -> bytes:
     """Pack steps ``[steps]`` and the extremes of each unit, ``[steps, units, 2]``.
 
     Both extremes of a dead unit are 0; of an omitted unit, the minimum is above the maximum. In a
-    reduced answer, a step represents all steps up to the next one. The header has for each step the
-    units that are ``dead``, ``belowZero`` and ``saturated``, as ``0-11, 40``, and the number of
-    omitted units, ``omitted``; ``sampled``: whether steps are omitted.
+    reduced answer, a step represents all steps up to the next one. The header has the ``count`` of
+    units; for each step those that are ``dead``, ``belowZero`` and ``saturated``, as ``0-11, 40``,
+    and the number of omitted units, ``omitted``; ``sampled``: whether steps are omitted.
     """
     header = {
+        "count": found.extremes.shape[1],
         "dead": [*map(ranges, found.dead)],
         "belowZero": [*map(ranges, found.below_zero)],
         "saturated": [*map(ranges, found.saturated)],
@@ -236,15 +237,12 @@ def picture(source: RunSource, tag: str, step: int) -> bytes | None:
 
 
 def _checked_png(png: bytes) -> bytes:
-    # Signature; then length, name and the first two fields of the first chunk.
-    head = struct.Struct(">8sI4sII")
     if len(png) > MAX_PICTURE_BYTES:
         raise ValueError(f"its picture has {len(png)} bytes")
-    if len(png) < head.size:
+    # Signature; then length, name and the first two fields of the first chunk.
+    if len(png) < 24 or (png[:8], png[12:16]) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
         raise ValueError("its picture is not a PNG")
-    signature, _, chunk, width, height = head.unpack_from(png)
-    if (signature, chunk) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
-        raise ValueError("its picture is not a PNG")
+    width, height = struct.unpack_from(">II", png, 16)
     if width * height > MAX_PICTURE_PIXELS:
         raise ValueError(f"its picture has {width} × {height} pixels")
     return png

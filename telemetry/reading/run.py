@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert, listed_alerts
-from telemetry.events.reading import list_event_files
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import closest, html_table, natural_key
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.matrix import UnitExtremes
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_log import RunDirectory, log_names
+from telemetry.reading.run_log import RunDirectory, is_run_log
 from telemetry.tag_names import plain
 
 Table: TypeAlias = Any
@@ -148,11 +147,7 @@ class Run:
     @property
     def histogram_tags(self) -> tuple[str, ...]:
         """The tags of :meth:`histogram`."""
-        return tuple(self._histogram_tags)
-
-    @cached_property
-    def _histogram_tags(self) -> Mapping[str, str]:
-        return {plain(tag): tag for tag in sorted(self._data.source.tags("histograms"))}
+        return tuple(map(plain, sorted(self._data.source.tags("histograms"))))
 
     def histogram(self, tag: str) -> Mapping[int, NDArray[np.float64]]:
         """Return the histograms of a tag such as ``grad/0002.fc1.weight``.
@@ -163,12 +158,11 @@ class Run:
         Raises:
             KeyError: The run does not have the tag.
         """
-        found = self._histogram_tags.get(plain(tag))
-        if found is None:
-            raise KeyError(
-                f"no histograms {plain(tag)!r}; {closest(plain(tag), self.histogram_tags)}"
-            )
-        series = self._data.source.read("histograms", [found])[found]
+        source, tag = self._data.source, plain(tag)
+        found = source.read("histograms", [t for t in source.tags("histograms") if plain(t) == tag])
+        if not found:
+            raise KeyError(f"no histograms {tag!r}; {closest(tag, self.histogram_tags)}")
+        *_, series = found.values()
         return {step: histogram_table(value) for step, value in series}
 
 
@@ -218,15 +212,15 @@ class NoTelemetryError(ValueError):
         )
 
 
-def files_of_run(log_dir: Path) -> list[str]:
-    """Return the names of the run logs, or else of the event files, of a directory."""
-    return log_names(log_dir) or [path.name for path in list_event_files(log_dir)]
+def is_of_run(name: str) -> bool:
+    """Whether a file with this name is of a run: a run log or an event file."""
+    return is_run_log(name) or "tfevents" in name
 
 
 def find_log_dirs(
     path: Path,
     *,
-    is_log_dir: Callable[[Path], object] = files_of_run,
+    is_of_run: Callable[[str], bool] = is_of_run,
     skipped: Callable[[OSError], object] = lambda error: None,
 ) -> Iterator[Path]:
     """Yield the directories of runs at and below ``path``, in natural order; links are followed.
@@ -238,18 +232,15 @@ def find_log_dirs(
     if not path.is_dir():
         raise FileNotFoundError(f"no such directory: {path}")
     seen: set[str] = set()
-    for folder, folders, _ in os.walk(path, onerror=skipped, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=skipped, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:  # a circular or repeated link
             folders.clear()
             continue
         seen.add(real)
         folders.sort(key=natural_key)
-        try:
-            if is_log_dir(Path(folder)):
-                yield Path(folder)
-        except OSError as error:
-            skipped(error)
+        if any(map(is_of_run, [*folders, *names])):
+            yield Path(folder)
 
 
 def split_run(path: Path) -> tuple[Path, str]:
@@ -270,7 +261,7 @@ def open_run(log_dir: Path, *, needs_log: bool = True) -> RunData:
     if not found.layers and not found.alerts and found.end() is None:
         if run:
             raise FileNotFoundError(f"{path} holds no run {run}")
-        if not files_of_run(path):
+        if not any(map(is_of_run, os.listdir(path))):
             raise FileNotFoundError(f"neither a run log nor event files in {path}")
         if problem := next(iter(found.directory.problems), ""):
             raise ValueError(problem)

@@ -28,7 +28,8 @@ def row_of(run: RunData, name: str, now_s: float) -> dict[str, Any]:
     loss = run.loss_tag() or loss_among(curves)
     losses = [value for _, value in curves.get(loss or "", ())]
     hparams = sorted(run.hyperparameters().items())[:_MAX_HPARAMS]
-    step_s = max(0.0, written_s - started_s) / max(1, last_step - run.first_step)
+    began = max([run.first_step, *run.resumed])
+    step_s = max(0.0, written_s - started_s) / max(1, last_step - began)
     return {
         "name": name,
         "status": _status(run.end(), now_s - written_s, step_s),

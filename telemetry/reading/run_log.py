@@ -6,7 +6,8 @@ import os
 import tempfile
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -237,16 +238,16 @@ class RunDirectory:
 
     def refresh(self) -> None:
         """Read what is new."""
-        try:
-            names = log_names(self.path)
-        except OSError:
-            names = []
+        is_remote, names = "://" in self.path, list[str]()
+        with suppress(OSError):
+            listed = tf.io.gfile.listdir if is_remote else os.listdir
+            names = sorted(filter(is_run_log, listed(self.path)))
         if self._files.keys() - set(names):  # another run in the same directory
             self._files.clear()
         for name in names:
             path = os.path.join(self.path, name)
             if name not in self._files:
-                make = RemoteLogFile if "://" in self.path else LogFile
+                make = RemoteLogFile if is_remote else LogFile
                 self._files[name] = make(path, self.problems, self._layouts)
             try:
                 self._files[name].refresh()
@@ -278,8 +279,5 @@ def _has_data(parts: Sequence[Part]) -> bool:
     )
 
 
-def log_names(directory: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the run logs in a directory; OSError if it cannot be read."""
-    path = os.fspath(directory)
-    listed: Callable[[str], list[str]] = tf.io.gfile.listdir if "://" in path else os.listdir
-    return sorted(name for name in listed(path) if name.endswith(SUFFIX))
+def is_run_log(name: str) -> bool:
+    return name.endswith(SUFFIX)

@@ -99,7 +99,7 @@ class HookLogger:
             one in up to 64 steps, where they exceed 3 % of the time. ``math.inf``: no limit.
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
-        modules: Watched modules: a glob over ``named_modules()``, a class, a
+        modules: Watched modules: a glob of names in ``named_modules()``, a class, a
             ``predicate(name, module)``, or several of these; default: every leaf module. A glob
             that begins with ``!`` excludes modules: ``"!head.*"``.
         measure: Tensors of full steps: outputs of modules, gradients of the loss with respect to
@@ -312,8 +312,8 @@ class HookLogger:
                 validate(model)
 
         Every forward pass inside is measured at any step, and none counts as training. Outside of a
-        phase, passes without gradients are not measured. Passes in evaluation mode are measured
-        only if optimizer steps are taken in it.
+        phase, passes without gradients are not measured, and passes in evaluation mode only if the
+        optimizer steps in that mode.
 
         Args:
             name: First part of the tags: ``validation/activation/...``.

@@ -16,11 +16,10 @@ from tensorboard import context
 from tensorboard.compat import tf
 from tensorboard.data.provider import DataProvider, RunTagFilter
 
-from telemetry.events.run_log import SUFFIX
 from telemetry.plain_text import natural_key
 from telemetry.reading.run import find_log_dirs
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_log import RunDirectory, log_names
+from telemetry.reading.run_log import RunDirectory, is_run_log
 from telemetry.reading.sources import UNDECODABLE, Period, Problems
 
 _ALL = 10**9  # all values of a tag; 0 would mean none
@@ -57,11 +56,11 @@ def _folders(top: str) -> Iterator[tuple[str, str]]:
     """Yield the directories with run logs at and below ``top``, each after its path from there."""
     if "://" in top:
         for folder, _, names in tf.io.gfile.walk(top):
-            if any(name.endswith(SUFFIX) for name in names):
+            if any(map(is_run_log, names)):
                 yield folder[len(top) :].strip("/"), folder
         return
     with suppress(OSError):  # it may not exist yet
-        for path in find_log_dirs(Path(top), is_log_dir=log_names):
+        for path in find_log_dirs(Path(top), is_of_run=is_run_log):
             yield os.path.relpath(path, top), str(path)
 
 

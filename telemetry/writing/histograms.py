@@ -6,7 +6,7 @@ A linear axis cannot show the magnitudes of gradients, so these have a second hi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -25,24 +25,6 @@ Charts = tuple[NDArray[np.float32], Sequence[int]]
 """Buckets of histograms, and the end of each: arguments of :func:`summaries.histograms`."""
 
 _AT_ONCE = 128
-
-
-def histogram_values(tags: Sequence[str], rows: Rows) -> Iterator[Sequence[bytes]]:
-    """Yield histograms of all tensors, some at a time."""
-    for first in range(0, len(tags), _AT_ONCE):
-        some = tags[first : first + _AT_ONCE]
-        part = rows.take(np.arange(first, first + len(some)))
-        yield summaries.histograms(some, *histograms(part))
-
-
-def log10_histogram_values(tags: Sequence[str], rows: Rows) -> Iterator[Sequence[bytes]]:
-    """Yield histograms of log10 |x| of the tensors that have values other than zero."""
-    which = np.arange(len(rows)).repeat(rows.bucket_count)
-    filled = np.flatnonzero(np.bincount(which, rows.buckets != 0, len(rows)))
-    for first in range(0, len(filled), _AT_ONCE):
-        some = filled[first : first + _AT_ONCE]
-        charts = log10_histograms(rows.take(some))
-        yield summaries.histograms([tags[row] for row in some.tolist()], *charts)
 
 
 def histograms(rows: Rows) -> Charts:
@@ -146,3 +128,21 @@ def _log10_limits() -> NDArray[np.float32]:
     # The last bucket of float32 has an infinite upper edge.
     limits[-1] = min(limits[-1], FLOAT32_MAX)
     return np.stack([np.log10(limits[:-1]), np.log10(limits[1:])]).astype(np.float32)
+
+
+def histogram_values(
+    tags: Sequence[str], rows: Rows, charts_of: Callable[[Rows], Charts] = histograms
+) -> Iterator[Sequence[bytes]]:
+    """Yield histograms of all tensors, some at a time."""
+    for first in range(0, len(tags), _AT_ONCE):
+        some = tags[first : first + _AT_ONCE]
+        part = rows.take(np.arange(first, first + len(some)))
+        yield summaries.histograms(some, *charts_of(part))
+
+
+def log10_histogram_values(tags: Sequence[str], rows: Rows) -> Iterator[Sequence[bytes]]:
+    """Yield histograms of log10 |x| of the tensors that have values other than zero."""
+    which = np.arange(len(rows)).repeat(rows.bucket_count)
+    filled = np.flatnonzero(np.bincount(which, rows.buckets != 0, len(rows)))
+    some = [tags[row] for row in filled.tolist()]
+    return histogram_values(some, rows.take(filled), log10_histograms)

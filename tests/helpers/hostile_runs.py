@@ -292,7 +292,7 @@ KINDS = {
     "fifo": Kind(lambda d: os.mkfifo(name_at(d)), "not a regular file"),
     "fifo for events": Kind(lambda d: os.mkfifo(name_at(d, EVENTS)), "not a regular file"),
     "socket": Kind(add_socket, "999"),
-    "directory": Kind(lambda d: name_at(d).mkdir(), "not a regular file"),
+    "directory": Kind(lambda d: name_at(d).mkdir(), "Is a directory"),
     "endless device": Kind(lambda d: name_at(d).symlink_to("/dev/zero"), "not a regular file"),
     "terminal": Kind(lambda d: name_at(d).symlink_to("/dev/tty"), "999"),
     "link to itself": Kind(add_loop, "999"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -37,8 +38,11 @@ def _of_object(name: str, value: object) -> Iterator[str]:
     if inspect.isclass(value):
         yield f"{name}{_signature(value)}"
         fields = [*getattr(value, "__dataclass_fields__", ()), *getattr(value, "_fields", ())]
-        for attribute in sorted({*dir(value), *fields, *getattr(value, "__annotations__", ())}):
-            if not attribute.startswith("_") and _is_ours(value, attribute):
+        own = set(_set_at_first(value))
+        for attribute in sorted(
+            {*dir(value), *fields, *getattr(value, "__annotations__", ()), *own}
+        ):
+            if not attribute.startswith("_") and (attribute in own or _is_ours(value, attribute)):
                 member = getattr(value, attribute, None)
                 is_method = inspect.isfunction(member) or inspect.ismethod(member)
                 arguments = _signature(member) if is_method else ""
@@ -47,6 +51,17 @@ def _of_object(name: str, value: object) -> Iterator[str]:
         yield f"{name}{_signature(value)}"
     else:
         yield name
+
+
+def _set_at_first(value: type) -> Iterator[str]:
+    """Yield the attributes that ``__init__`` sets, if it is written in the class."""
+    init = vars(value).get("__init__")
+    if not inspect.isfunction(init) or hasattr(value, "__dataclass_fields__"):
+        return
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(init)))):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
 
 
 def _signature(value: Callable[..., object]) -> str:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "telemetry"
 # Parts of the package (a module, a subpackage with all its files, or one file of a subpackage),
 # from the lowest layer up.
 LAYERS = [
-    {"plain_text", "threads", "untrusted", "version"},
+    {"plain_text", "tables", "threads", "untrusted", "version"},
     {"tag_names"},
     {"failures", "records", "torch_private"},
     {"alert"},
@@ -52,6 +52,7 @@ TORCH_FREE = {
     "reading",
     "records",
     "rule",
+    "tables",
     "tag_names",
     "tensorboard_plugin",
     "threads",

@@ -606,7 +606,7 @@ def test_neither_the_model_nor_its_graph_is_kept_alive() -> None:
             lambda m: clip_gradients(m, "encodr.*", max_norm=1),
             ValueError,
             r'clip_gradients\(select="encodr.\*"\): matches none of the 8 parameters and 7 modules'
-            r"; the closest names are encoder",
+            r"; the closest are encoder",
         ),
         (lambda m: zero_gradients(m, "encoder.1"), ValueError, "selects none of the 8 parameters"),
         (lambda m: scale_gradients(m, "fc1", True), TypeError, r"factor=True\): must be a number"),
@@ -615,7 +615,7 @@ def test_neither_the_model_nor_its_graph_is_kept_alive() -> None:
         (lambda m: prune_activations(m, 5, threshold=1), TypeError, r"activations\(select=5\)"),
         (lambda m: capture(m, calls=0), ValueError, r"capture\(calls=0\): must be at least 1"),
         (lambda m: capture(m, calls=1.5), TypeError, r"capture\(calls=1.5\): must be an int"),
-        (lambda m: capture(m, "fk1"), ValueError, r'capture\(select="fk1"\): .* names are fc1'),
+        (lambda m: capture(m, "fk1"), ValueError, r'capture\(select="fk1"\): .* closest are fc1'),
     ],
 )
 def test_an_invalid_argument_is_named(

@@ -147,24 +147,24 @@ def many() -> nn.Module:
             many(),
             {"modules": ["encoder.*", "encodr.1"]},
             r'HookLogger\(modules="encodr\.1"\): matches none of the 37 modules; '
-            r"the closest names are encoder\.1, encoder\.\d+",
+            r"the closest are encoder\.1, encoder\.\d+",
         ),
         (
             nn.Sequential(*(linear() for _ in range(12))),
             {"modules": "nothing*"},
-            r"their names are 0, 1, 2, 3, 4 and 7 more$",
+            r"there are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more$",
         ),
-        (net(), {"modules": "!drpout"}, r'modules="!drpout"\): .*names are dropout'),
-        (linear(), {"modules": "fc"}, r'modules="fc"\): matches none of the 1 module$'),
+        (net(), {"modules": "!drpout"}, r'modules="!drpout"\): .*the closest are dropout'),
+        (linear(), {"modules": "fc"}, r'modules="fc"\): .*; there are none$'),
         (
             Chain({"a[0]": linear()}),
             {"modules": "*a[0]*"},
             r"\[ begins a set of characters, \[\[\] matches the char",
         ),
-        (net(), {"modules": nn.LSTM}, r"HookLogger\(modules=\.\.\.\): leaves none of the 9 module"),
-        (net(), {"modules": ()}, r"HookLogger\(modules=\.\.\.\): leaves none"),
-        (net(), {"modules": "!*"}, r"HookLogger\(modules=\.\.\.\): leaves none"),
-        (net(), {"modules": [nn.LSTM, "!head"]}, r"\(modules=\.\.\.\): leaves none"),
+        (net(), {"modules": nn.LSTM}, r"HookLogger\(modules=\.\.\.\): selects none of the 9"),
+        (net(), {"modules": ()}, r"HookLogger\(modules=\.\.\.\): selects none"),
+        (net(), {"modules": "!*"}, r"HookLogger\(modules=\.\.\.\): selects none"),
+        (net(), {"modules": [nn.LSTM, "!head"]}, r"\(modules=\.\.\.\): selects none"),
     ],
 )
 def test_a_selection_of_nothing_is_refused_with_the_closest_names(

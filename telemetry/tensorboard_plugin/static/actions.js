@@ -33,12 +33,6 @@ export function selectIn(page, panel, name, step) {
   select(page, name, at);
 }
 
-export function selectOnlyRow(page) {
-  const { current } = page;
-  const [row, ...more] = page.rows(current);
-  if (row && !more.length) selectIn(page, current, current.overview.layers[row.layers[0]].name, null);
-}
-
 /** Closes the details, or where there are none shows everything. */
 export function close(page) {
   const { layer, alert, onsets, side } = page.state;

@@ -13,7 +13,6 @@ import { INFINITE_COLORS, NAN_COLORS, scaleText, usualOf } from "./scale.js";
  */
 
 const LEFT = 58; // room for the values, unless there is another one
-const SECOND_AXIS = 50; // room that it takes
 const POINTS_AT_ONCE = 64; // a path that goes up and down takes time like the square of its points
 const FAINT = 0.25;
 const NEAR = 30; // pixels
@@ -66,7 +65,7 @@ export function axisOf(statistic, scale) {
  *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
  *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `resumed` (steps at which
  *   the run was), `hasSteps` (whether there is an axis of steps), `isBare` (without axes),
- *   `second` (curves with a separate scale, dashed)
+ *   `second` (curves with a separate scale and without an axis, dashed)
  * @returns {Object} the plot; see `Plot`
  */
 export function drawChart(canvas, options) {
@@ -78,7 +77,6 @@ export function drawChart(canvas, options) {
   const scale = valueScale(options);
   const secondScale = second.length && valueScale({ curves: second, view });
   if (!isBare) drawValueAxis(context, theme, box, scale, format);
-  if (secondScale && right > SECOND_AXIS) drawValueAxis(context, theme, box, secondScale, formatNumber, true);
   if (hasSteps) drawStepAxis(context, theme, box, view);
   clip(context, box.x, box.y - 3, box.width, box.height + 6);
   context.strokeStyle = theme.usual;
@@ -156,15 +154,13 @@ function valueScale({ curves, view, log = false, range, usual = [], fit = [], is
   return { low, high, log };
 }
 
-/** Round values at the left with lines across; of the dashed curves at the right, with short ones. */
-function drawValueAxis(context, theme, box, scale, format, isSecond = false) {
-  const right = box.x + box.width;
-  const [from, to, textAt] = isSecond ? [right, right + 4, right + 7] : [box.x, right, box.x - 6];
-  setText(context, theme, isSecond ? "left" : "right", "middle");
-  context.strokeStyle = isSecond ? theme.muted : theme.line;
+/** Round values at the left with lines across. */
+function drawValueAxis(context, theme, box, scale, format) {
+  setText(context, theme, "right", "middle");
+  context.strokeStyle = theme.line;
   for (const { tick, y } of ticksOf(scale, box)) {
-    line(context, from, y, to, y);
-    context.fillText(format(tick), textAt, y);
+    line(context, box.x, y, box.x + box.width, y);
+    context.fillText(format(tick), box.x - 6, y);
   }
 }
 

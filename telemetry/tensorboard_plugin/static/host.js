@@ -23,13 +23,13 @@ export function onReload(callback) {
 
 /** The page's values in the address, by name. */
 export function readLink() {
-  const ours = [...new URLSearchParams(address().hash.slice(1))].filter(([name]) => name.startsWith(PREFIX));
+  const ours = [...new URLSearchParams(frame().location.hash.slice(1))].filter(([name]) => name.startsWith(PREFIX));
   return Object.fromEntries(ours.map(([name, value]) => [name.slice(PREFIX.length), value]));
 }
 
 /** Puts them into the address. `isNew`: Back leads to the state before; many changes within a moment are one. */
 export function writeLink(link, isNew) {
-  const { hash, pathname, search } = address();
+  const { hash, pathname, search } = frame().location;
   const others = hash.slice(1).split("&").filter((part) => part && !part.startsWith(PREFIX));
   const ours = Object.entries(link).filter(([, value]) => value !== "");
   const parts = [...others, ...ours.map(([name, value]) => `${PREFIX}${name}=${encodeURIComponent(value)}`)];
@@ -50,7 +50,7 @@ export function onNavigation(callback) {
   const target = frame();
   const follow = () => {
     // Inside of TensorBoard the address begins with the dashboard, which may be another one.
-    if (target === window || address().hash.startsWith("#telemetry")) callback(readLink());
+    if (target === window || frame().location.hash.startsWith("#telemetry")) callback(readLink());
   };
   target.addEventListener("popstate", follow);
   window.addEventListener("pagehide", () => target.removeEventListener("popstate", follow));
@@ -63,10 +63,6 @@ function frame() {
   } catch {
     return window; // a parent of another origin, such as a site that shows a report
   }
-}
-
-function address() {
-  return frame().location;
 }
 
 /** TensorBoard's own choice if the page is inside of it, else that of the browser; light on paper. */

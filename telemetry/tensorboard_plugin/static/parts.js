@@ -144,13 +144,10 @@ function Sample({ color, dash }) {
   return color ? html`<i class="sample" style=${{ background: sampleOf(color, dash), color }} />` : null;
 }
 
-const LONG = 48; // characters of a label, whose end says most
-
 /** The color and name of each curve. */
 export function CurveLegend({ curves }) {
-  const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
   return html`<div class="curve-legend">
-    ${curves.map((curve) => html`<span title=${curve.label}><${Sample} ...${curve} />${short(curve.label)}</span>`)}
+    ${curves.map((curve) => html`<span><${Sample} ...${curve} />${curve.label}</span>`)}
   </div>`;
 }
 

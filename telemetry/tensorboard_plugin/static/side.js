@@ -98,9 +98,7 @@ function AlertList({ page }) {
   return html`<section class="alerts" aria-label="Alerts">
     <h2>Alerts<span class="count">${all.length ? count : "none"}</span></h2>
     <p class="unseen" role="status">${all.length > 0 && `Latest alert: ${alertAloud(all[0].alert)}`}</p>
-    ${all.length > 0 && html`<div class="filters">
-      <${DropDown} label="Severity" options=${SEVERITIES} value=${severity} onChoose=${setSeverity} />
-    </div>`}
+    ${all.length > 0 && html`<${DropDown} label="Severity" options=${SEVERITIES} value=${severity} onChoose=${setSeverity} />`}
     <ul>${shown.map(item)}</ul>
   </section>`;
 }
@@ -148,10 +146,9 @@ function Detail({ page }) {
   const data = useAnswer(key, panel.round, () => readLayer(source, panel, panels, layer.name), DELAY_MS);
   const groups = data?.groups ?? [];
   const shown = { page, panel, layer, statistic, theme, data, groups, step: state.step, view: page.view() };
-  const hasSteps = panel.steps(statistic).length > 0;
   return html`<section class="detail" aria-label="Layer" data-layer=${layer.name} data-loaded=${String(Boolean(data))}>
     <${Heading} ...${shown} />
-    ${hasSteps && html`<${UntrainedNote} layer=${layer} group=${groups[panels.indexOf(panel)]} />`}
+    ${panel.steps(statistic).length > 0 && html`<${UntrainedNote} layer=${layer} group=${groups[panels.indexOf(panel)]} />`}
     ${!data && html`<p class="muted">Loading…</p>`}
     ${data?.error && html`<p class="failure">${data.error.message}</p>`}
     ${data?.histograms?.length > 0 && html`<${Histograms} ...${shown} />`}
@@ -227,7 +224,7 @@ function Statistics({ page, groups, statistic, step, theme, view }) {
         </th>
         ${values.map((value) => html`<td class=${Number.isFinite(value) ? "number" : "number nonfinite"}>
           ${formatValue(known, value)}</td>`)}
-        <td><${Spark} ...${{ curves, log: known.log, view, theme, step }} /></td>
+        <td><${Spark} ...${{ curves, title: known.title, log: known.log, view, theme, step }} /></td>
       </tr>`;
   };
   const letters = groups.map((_, i) => html`<td class="number">${letter(i)}</td>`);
@@ -237,12 +234,11 @@ function Statistics({ page, groups, statistic, step, theme, view }) {
   </table>`;
 }
 
-function Spark({ curves, theme, step: cursor, ...options }) {
-  const node = useRef();
+function Spark({ curves, theme, step: cursor, title, ...options }) {
   const size = { width: curves.length > 1 ? 64 : 96, height: 20, left: 0, right: 0, isBare: true };
-  const styled = curves.map((curve, i) => curve && { ...curve, color: theme.curves[i], width: 1 }).filter(Boolean);
-  useLayoutEffect(() => void drawChart(node.current, { ...options, ...size, theme, cursor, curves: styled }));
-  return html`<canvas ref=${node} />`;
+  const styled = curves.map((curve, i) => curve && { ...curve, color: theme.curves[i], width: 1, label: "AB"[i] }).filter(Boolean);
+  const draw = (canvas) => drawChart(canvas, { ...options, ...size, theme, cursor, curves: styled });
+  return html`<${Plot} draw=${draw} aria-label="${title} over time" />`;
 }
 
 function Course({ page, groups, statistic, theme, view, step, layer, panel }) {
@@ -345,7 +341,6 @@ function LargePicture({ title, kind, steps, maps, urlOf, index: first, onClose }
         <img src=${urlOf(steps[index])} alt=${alt} onload=${keepRatio} />
         <div class="map-numbers" aria-hidden="true">${numbers}</div>
       </div>
-      ${maps && html`<p class="muted">Channel numbers</p>`}
     </div>
   <//>`;
 }

@@ -11,6 +11,7 @@ class Source {
   overview = (run) => this.#json("run", { run });
   onsets = (run, step) => this.#json("onsets", { run, step });
   images = (run, layer) => this.#json("images", { run, layer });
+  units = (run, layer) => this.#arrays("units", { run, layer });
   scalars = (run) => this.#items("scalars", { run }, "curves", ["steps", "values"]);
   histograms = (run, layer) => this.#items("histograms", { run, layer }, "histograms", ["steps", "edges", "shares"]);
 
@@ -26,11 +27,6 @@ class Source {
       (group) => new Map(found[group].map((name, i) => [name, curve(`${group}${i}`)])),
     );
     return { statistics, parameters };
-  }
-
-  async units(run, layer) {
-    const found = await this.#arrays("units", { run, layer });
-    return found && { ...found, count: found.arrays.extremes.shape[1] };
   }
 
   async #json(route, query) {

@@ -1,6 +1,6 @@
 // The row of controls at the top, which in a narrow window a button shows; saving the view as PNG or CSV.
 
-import { foldAt, listRuns, selectOnlyRow, unzoom } from "./actions.js";
+import { foldAt, listRuns, move, unzoom } from "./actions.js";
 import { isThinned, rowOf } from "./field.js";
 import { formatStep } from "./format.js";
 import { contentsOf } from "./panel.js";
@@ -36,7 +36,7 @@ export function Toolbar({ page }) {
       <input type="search" placeholder="name or class" value=${state.search}
         title="Part of a name or class; “pictures” lists the layers that have some"
         oninput=${({ target }) => page.update({ search: target.value, zoom: null })}
-        onkeydown=${({ key }) => key === "Enter" && selectOnlyRow(page)} />
+        onkeydown=${({ key }) => key === "Enter" && move(page, 0)} />
     </label>
     <button class="reset" disabled=${!state.zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
     <button class="drawer-open" onclick=${() => page.update({ side: true })}>Alerts ${page.alerts.length}</button>

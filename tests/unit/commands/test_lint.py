@@ -169,6 +169,14 @@ def test_options_name_the_tags_and_the_severity_that_fails(tmp_path: Path) -> No
     assert call(*named, "--fail-on", "error").returncode == 0
 
 
+def test_the_damaged_part_of_an_event_file_is_reported(tmp_path: Path) -> None:
+    [path] = as_board(train(), tmp_path).iterdir()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    assert "skipped the rest of" in call("lint", path.parent).stderr
+
+
 TAGS = ",".join(f"tag{number}" for number in range(500))
 
 

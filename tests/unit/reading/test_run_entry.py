@@ -60,15 +60,19 @@ def test_each_run_of_a_directory_has_a_row(tmp_path: Path) -> None:
     assert records("summary", tmp_path / "a@first")
 
 
+@pytest.mark.parametrize("first", [0, 2000], ids=["new", "resumed"])
 @pytest.mark.parametrize(
     ("silent_s", "step_s", "status"),
     [(10, 1, "live"), (200, 1, "live"), (310, 1, "died"), (900, 60, "live"), (4000, 60, "died")],
 )
 def test_a_run_without_records_for_long_has_died(
-    tmp_path: Path, silent_s: int, step_s: int, status: str
+    tmp_path: Path, silent_s: int, step_s: int, status: str, first: int
 ) -> None:
     last_s = time.time() - silent_s
-    write(tmp_path, range(100), time_of=lambda step: last_s - (99 - step) * step_s)
+    if first:
+        write(tmp_path, range(3), time_of=lambda step: 1e9 + step)
+    steps = range(first, first + 100)
+    write(tmp_path, steps, time_of=lambda step: last_s - (steps[-1] - step) * step_s)
     assert row(tmp_path)["status"] == status
 
 
