@@ -30,6 +30,7 @@ from telemetry.alerts.mistakes import (
     InputScale,
     LossAtStart,
     WrongLossInput,
+    unusual_inputs,
 )
 from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
@@ -300,18 +301,8 @@ _FAINT = 1e4
 
 def _of_inputs(record: StepRecord) -> Alert | None:
     """Return an alert if the inputs of the model are far from standardized."""
-    given, owning = record.inputs.get(""), record.layout.owning
-    if given is None or not len(owning) or not given.sketch.finite_count > given.sketch.zero_count:
-        return None
-    first = record.layout.modules[owning[0]].type_name
-    sketch = given.sketch
-    size = math.sqrt(sketch.sum_squares / (sketch.finite_count - sketch.zero_count))
-    fits = InputScale.smallest <= size <= InputScale.largest
-    if "Norm" in first or (fits and sketch.std >= InputScale.varies * sketch.rms):
-        return None
-    mean, std = figure(sketch.mean), figure(sketch.std)
-    summary = f"The inputs have a mean of {mean} and a standard deviation of {std}"
-    return InputScale.alert(summary, size, threshold=InputScale.largest)
+    summary, size = unusual_inputs(record)
+    return InputScale.alert(summary, size, threshold=InputScale.largest) if summary else None
 
 
 def _of_loss(

@@ -416,6 +416,23 @@ class InputScale(CheckKind):
     advice = (shared.STANDARDIZE,)
 
 
+def unusual_inputs(record: StepRecord) -> tuple[str, float]:
+    """Describe the model's inputs if they are far from standardized; else an empty text.
+
+    Also returns the root mean square of the values that are not zero.
+    """
+    given, owning = record.inputs.get(""), record.layout.owning
+    if given is None or not len(owning) or not given.sketch.finite_count > given.sketch.zero_count:
+        return "", 0.0
+    sketch, first = given.sketch, record.layout.modules[owning[0]].type_name
+    size = math.sqrt(sketch.sum_squares / (sketch.finite_count - sketch.zero_count))
+    fits = InputScale.smallest <= size <= InputScale.largest
+    if "Norm" in first or (fits and sketch.std >= InputScale.varies * sketch.rms):
+        return "", size
+    mean, std = figure(sketch.mean), figure(sketch.std)
+    return f"The inputs have a mean of {mean} and a standard deviation of {std}", size
+
+
 class BatchLeak(CheckKind):
     """The output of one sample depends on another sample of the batch, in evaluation mode. A note
     if the first axis may be time or samples are related. Only ``telemetry.check`` reports it.

@@ -19,6 +19,7 @@ from telemetry.alert import Alert, Severity
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, matrix_sizes
 from telemetry.alerts.detector import Detector, Finding, limit, state
+from telemetry.alerts.mistakes import unusual_inputs
 from telemetry.layers import table
 from telemetry.plain_text import called_all, figure, steps_in_words
 from telemetry.records import Layout, StepRecord
@@ -171,6 +172,7 @@ class LossStuck(Detector):
     _varies: bool = state(False)
     _sizes: dict[str, float] = state(dict)
     _is_written_back: bool = state(False)
+    _unusual_inputs: str = state("")  # of the last full step
     _since: int = state(0)  # the loss has been what it is since about this step
 
     def set_up(self) -> None:
@@ -180,6 +182,8 @@ class LossStuck(Detector):
         if record.update_ratios:
             sizes = matrix_sizes(record)
             self._is_written_back, self._sizes = sizes == self._sizes != {}, sizes
+        if record.full:
+            self._unusual_inputs, _ = unusual_inputs(record)
         if record.fingerprints:
             self._varies = self._given != () and record.fingerprints != self._given
             self._given = record.fingerprints
@@ -223,11 +227,15 @@ class LossStuck(Detector):
                 reference, what = first, "as high as in the first steps"
             else:
                 return None
+        advice: tuple[str, ...] = ()
+        if self._unusual_inputs:
+            cause, advice = self._unusual_inputs, (shared.STANDARDIZE,)
         return Finding(
             severity="warning" if abs(now - guess) < shared.ROUNDED * guess else None,
             summary=f"The loss of the last {self.steps} steps is {figure(now, 4)}, {what}",
             cause=cause,
             advice=(
+                *advice,
                 "Check that each target belongs to its input",
                 "Check that the output depends on the input",
                 "Check the weight decay and the learning rate",

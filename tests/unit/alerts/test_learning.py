@@ -98,6 +98,18 @@ def test_targets_of_other_inputs_and_restored_weights_are_noted_once(are_restore
 
 
 @pytest.mark.slow
+def test_a_loss_that_stays_names_inputs_that_are_far_from_standardized() -> None:
+    def nearly_constant(step: int) -> Batch:
+        inputs, targets = random_targets(step)
+        return 0.006 * inputs - 2, targets
+
+    optimizer = partial(SGD, lr=0.01)
+    [alert] = train(rule("loss_stuck"), 300, optimizer=optimizer, batch=nearly_constant)
+    assert [round(number, 2) for number in figures(alert.cause)] == [2, 0.01]  # without signs
+    assert "Standardize" in alert.advice[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "steps"), [(0.1, 500), (1e-9, 300)])
 def test_neither_a_run_that_learns_nor_weights_that_hardly_move_are_stuck(
     rate: float, steps: int
