@@ -130,7 +130,7 @@ class Measurements:
         return self
 
     def reduce(self) -> Tensors[int]:
-        """Wait for accelerators and return the records of all tensors, in the order of adding.
+        """Wait for accelerators and return the records of all tensors, by their indices.
 
         Call it on one thread at a time. Later calls return the same.
         """
