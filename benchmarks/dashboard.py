@@ -165,6 +165,7 @@ def write_run(log_dir: Path, size: Size) -> None:
         )  # fmt: skip
         return
     writer, dashboard = EventWriter(log_dir), Dashboard()
+    writer.write_values(dashboard.first_values(), 0)
     file = run_log_file(str(log_dir))
     log = RunLog(lambda data, **_: file.append(deque([data])), file.repeat, run=new_run_id())
     for record in records(size):

@@ -219,6 +219,10 @@ class Processor:
             self._loss_is_written = True
             self._log.loss(self._loss.tag, self._loss.delay, self._last_step)
 
+    def write_first(self, step: int) -> None:
+        """Write the values with which a run begins."""
+        self._write_values(self._dashboard.first_values(), step, time.time())
+
     def write_hyperparameters(
         self, values: Mapping[str, Hyperparameter], metrics: Sequence[str] | None, step: int
     ) -> None:

@@ -34,6 +34,10 @@ class Dashboard:
         self._alert_count = 0
         self._layout: Layout | None = None
 
+    def first_values(self) -> Sequence[bytes]:
+        """Return the values to write at the beginning of the run."""
+        return (self._alert_curve(),)
+
     def values_of(self, record: StepRecord) -> Iterator[Sequence[bytes]]:
         """Yield the values to write in events with the record's step, some at a time."""
         if not record.phase and record.layout is not self._layout:
@@ -62,10 +66,9 @@ class Dashboard:
         return self._alert_curve(), summaries.scalars(full_steps)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
-        """Yield a text with the parameters that changed, if any did; at first the alert curve."""
+        """Yield a text with the parameters that changed since the last step, if any did."""
         before = self._layout
         if before is None:
-            yield self._alert_curve()
             return
         old, new = ({p.name: p.shape for p in one.parameters} for one in (before, record.layout))
         found = {
