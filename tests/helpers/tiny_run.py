@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from torch import nn
 
@@ -41,9 +42,6 @@ def event_files(log_dir: Path) -> list[Path]:
 
 def events_of(path: Path) -> Iterator[Event]:
     """Yield the events as they are in the file; a torn or damaged end is omitted."""
-    # Not above: processes that only train import this file, too.
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-
     return map(Event.FromString, RawEventFileLoader(str(path)).Load())
 
 
