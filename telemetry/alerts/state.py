@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def to_plain(value: object) -> Any:
@@ -44,7 +45,7 @@ def restore(target: object, plain: object) -> None:
 
 def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
     """Return a value of the type ``hint`` to replace ``current``."""
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    kind, arguments = _kind(hint), get_args(hint)
     if kind is Any or kind is Literal:
         return plain
     if kind is UnionType:  # with None
@@ -61,7 +62,7 @@ def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
 
 
 def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
-    kind, arguments = get_origin(hint) or hint, get_args(hint) or (Any, Any)
+    kind, arguments = _kind(hint), get_args(hint) or (Any, Any)
     if kind is np.ndarray:
         return np.array(plain, _dtype(hint))
     if kind is dict:
@@ -85,8 +86,15 @@ def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
     return filled
 
 
+def _kind(hint: Any) -> Any:
+    """Return the class of a type; ``NDArray`` is an alias of its own since NumPy 2.5."""
+    kind = get_origin(hint) or hint
+    return np.ndarray if kind is NDArray else kind
+
+
 def _dtype(hint: Any) -> Any:
-    return get_args(get_args(hint)[1])[0]
+    *_, last = get_args(hint)  # the dtype, or its class
+    return (get_args(last) or (last,))[0]
 
 
 def _state_hints(kind: Any) -> dict[str, Any]:
