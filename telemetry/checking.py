@@ -23,6 +23,7 @@ from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingGradient
 from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
 from telemetry.alerts.mistakes import (
+    ONE_SHAPE,
     BatchLeak,
     CheckKind,
     EvalMode,
@@ -368,7 +369,7 @@ class _Broadcast(CheckKind):
 
     kind = WrongLossInput.kind
     threshold = 1.0
-    advice = ("Give the loss outputs and targets of one shape: outputs.squeeze(1)",)
+    advice = ONE_SHAPE
 
 
 class _SoftmaxTwice(CheckKind):

@@ -253,6 +253,9 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
     return None
 
 
+ONE_SHAPE = ("Give the loss outputs and targets of one shape: outputs.squeeze(1)",)
+
+
 def _broadcast(record: StepRecord, last: _Last) -> Finding | None:
     """Return the finding of a squared error of outputs ``[N, 1]`` and targets ``[N]``."""
     name, p, g = last.name, last.outputs.sketch, last.grads.sketch
@@ -272,7 +275,7 @@ def _broadcast(record: StepRecord, last: _Last) -> Finding | None:
     return Finding(
         summary=f"The loss compares each output of {called(name)} with all {rows} targets",
         cause=f"Outputs [{rows}, 1] and targets [{rows}] broadcast to [{rows}, {rows}]",
-        advice=("Give the loss outputs and targets of one shape: outputs.squeeze(1)",),
+        advice=ONE_SHAPE,
         value=scale,
         threshold=scale,
         module_name=name,
