@@ -33,10 +33,10 @@ class Script:
         self._log = script.with_suffix(".stderr")
         log = os.open(self._log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         (output, stdout), (ended, status) = os.pipe(), os.pipe()
-        request = {"env": dict(os.environ), "cwd": os.getcwd()} | changes
+        request = {"env": dict(os.environ), "cwd": Path.cwd()} | changes
         request["command"] = [str(script), *map(str, arguments)]
         descriptors = [stdout, log if stderr is None else stderr, status]
-        socket.send_fds(_fork_server()[0], [json.dumps(request).encode()], descriptors)
+        socket.send_fds(_fork_server()[0], [json.dumps(request, default=str).encode()], descriptors)
         for descriptor in (stdout, log, status):
             os.close(descriptor)
         self.stdout, self._ended = os.fdopen(output), os.fdopen(ended)

@@ -97,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_section(name: str, folder: Path, **env: str) -> None:
     paths = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"}
-    run_script(folder, f"import telemetry\n{CODE[name]}", cwd=str(folder), env=paths | env)
+    run_script(folder, f"import telemetry\n{CODE[name]}", cwd=folder, env=paths | env)
 
 
 def in_wandb(name: str, folder: Path) -> bytes:

@@ -120,6 +120,6 @@ def test_the_run_log_is_read_without_telemetry(
 def test_the_tutorial_of_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:
     code = code_of("tutorials/several-gpus").partition("# FSDP2")[0]
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
-    run_script(tmp_path, TORCHRUN, "--nproc-per-node", 2, "train.py", cwd=str(tmp_path))
+    run_script(tmp_path, TORCHRUN, "--nproc-per-node", 2, "train.py", cwd=tmp_path)
     runs = {path.parent for path in tmp_path.rglob("*.tfevents.*")}
     assert runs == {tmp_path / "runs" / "ddp"}

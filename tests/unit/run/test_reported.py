@@ -325,7 +325,7 @@ def printed_on(terminal: bool, folder: Path, script: str, *arguments: str) -> st
     screen, stderr = pty.openpty() if terminal else os.pipe()
     if terminal:
         fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 40, 50, 0, 0))
-    run_script(folder, script, *arguments, stderr=stderr, cwd=str(folder))
+    run_script(folder, script, *arguments, stderr=stderr, cwd=folder)
     os.close(stderr)
     try:
         return os.read(screen, 65536).decode().replace("\r\n", "\n")
