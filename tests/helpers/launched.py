@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from telemetry import HookLogger
@@ -71,6 +72,15 @@ def lightning(log_dir: str) -> None:
 
 
 def torchrun(log_dir: str) -> None:
+    """Train with the agent of torchrun, which forks the ranks here, and restarts them once."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, start_method="fork",
+        run_id="restarted", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    elastic_launch(config, restarted)(log_dir)
+
+
+def restarted(log_dir: str) -> None:
     """Train as one of two ranks; in the first attempt, one dies."""
     # The agent's store keeps the first attempt's addresses, to which gloo would connect.
     attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])

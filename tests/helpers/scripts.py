@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 HANGS_S = 600  # a watchdog; decides no test
-TORCHRUN = "from torch.distributed.run import main; main()"
 
 
 class Script:

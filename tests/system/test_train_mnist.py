@@ -44,19 +44,19 @@ def test_mnist_is_learned_and_raises_no_alert(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    printed = run(capsys, tmp_path, "--data", str(mnist_dir), "--epochs", "3")
+    printed = run(capsys, tmp_path, "--data", str(mnist_dir), "--epochs", "2")
     assert caplog.messages == []
     accuracy = re.search(r"test accuracy +([\d.]+)%", printed)
     assert accuracy is not None
-    assert float(accuracy[1]) >= 97
+    assert float(accuracy[1]) >= 95
     assert re.search(r"alerts +none", printed)
     assert f"tensorboard --logdir {tmp_path.parent} --port 6006\n" in printed
     assert printed.endswith(f"/#telemetry&p.telemetry.run={tmp_path.name}\n")
 
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(375))
-    assert [event.step for event in events.Scalars("test_accuracy")] == [125, 250, 375]
+    assert [event.step for event in events.Scalars("loss")] == list(range(250))
+    assert [event.step for event in events.Scalars("test_accuracy")] == [125, 250]
     assert {"activation/0000.conv1", "weight/0000.conv1.weight"} <= set(events.Tags()["tensors"])
 
 

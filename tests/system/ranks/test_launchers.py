@@ -15,7 +15,7 @@ from telemetry import HookLogger
 from tests.helpers import launched
 from tests.helpers.frameworks import AlertFrom, mlp
 from tests.helpers.loops import load
-from tests.helpers.scripts import TORCHRUN, run_script
+from tests.helpers.scripts import run_script
 
 VARIABLES = [
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS"),
@@ -79,12 +79,10 @@ def test_the_launchers_variables_give_the_rank_before_a_process_group_exists(
         assert ("stop here" in caplog.text) == logs
 
 
-SCRIPT = Path(launched.__file__)
-
-
-def launch(folder: Path, script: str, *arguments: object) -> str:
-    """Return stderr and stdout of two processes."""
+def launch(folder: Path, *arguments: object) -> str:
+    """Return stdout and stderr of two processes."""
     environment = {n: value for n, value in os.environ.items() if n not in VARIABLES}
+    script = Path(launched.__file__).read_text()
     return "".join(run_script(folder, script, *arguments, env=environment))
 
 
@@ -97,19 +95,18 @@ def assert_logged_once(output: str, log_dir: Path) -> None:
 
 
 def test_one_process_of_mp_spawn_writes_and_logs(tmp_path: Path) -> None:
-    output = launch(tmp_path, SCRIPT.read_text(), "spawn", tmp_path / "run")
+    output = launch(tmp_path, "spawn", tmp_path / "run")
     assert_logged_once(output, tmp_path / "run")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 def test_one_process_of_lightning_writes_and_logs(tmp_path: Path) -> None:
-    output = launch(tmp_path, SCRIPT.read_text(), "lightning", tmp_path / "run")
+    output = launch(tmp_path, "lightning", tmp_path / "run")
     assert_logged_once(output, tmp_path / "run")
 
 
 def test_a_restart_by_torchrun_continues_each_curve(tmp_path: Path) -> None:
-    options = ("--nproc-per-node=2", "--standalone", "--max-restarts=1")
-    output = launch(tmp_path, TORCHRUN, *options, SCRIPT, "torchrun", tmp_path)
+    output = launch(tmp_path, "torchrun", tmp_path)
     assert output.count("tensorboard --logdir") == 2, "one rank speaks for all, at each attempt"
     assert "telemetry failed" not in output
     assert "the records hold" not in output

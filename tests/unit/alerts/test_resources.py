@@ -48,7 +48,7 @@ def waiting(wait_s: Curve, scale: float = 1.0) -> Run:
 def memory(mebibytes: Curve, tag: str = HOST, tokens: Curve = lambda step: 512.0) -> Run:
     """Yield steps with a memory of 500 MiB and this, which the batch lets vary."""
     every, varies = (1, 0.5) if tag == HOST else (10, 3.0)
-    for step in range(2600):
+    for step in range(1300):
         value = 500 + mebibytes(step) + varies * np.random.default_rng(step).random()
         usage = {tag: value * MIB} if step % every == 0 else {}
         yield record(step, usage=usage, tokens=tokens(step))
@@ -129,12 +129,12 @@ def test_what_is_usual_again_resolves(kind: str, run: Run) -> None:
     assert [alert.stage for alert in found(kind, run)] == ["started", "resolved"]
 
 
-@pytest.mark.parametrize("every", [1, 7, 64])
-@pytest.mark.parametrize("kind", ["input_bound", "memory_growth"])
-def test_steps_without_a_record_change_no_finding(kind: str, every: int) -> None:
-    times = [timed(step, (0.2, 0.03, 0.06, 0.02)) for step in range(0, 6000, every)]
+@pytest.mark.parametrize(("every", "steps"), [(1, 1000), (7, 2000), (64, 6000)])
+def test_steps_without_a_record_change_no_finding(every: int, steps: int) -> None:
+    times = [timed(step, (0.2, 0.03, 0.06, 0.02)) for step in range(0, steps, every)]
     run = [replace(r, usage={**r.usage, HOST: (500 + 0.5 * r.step) * MIB}) for r in times]
-    assert len(found(kind, run)) == 1
+    alerts = alerts_of(run, [rule("input_bound"), rule("memory_growth")])
+    assert sorted(alert.kind for alert in alerts) == ["input_bound", "memory_growth"]
 
 
 def test_full_steps_count_only_where_all_steps_are_full() -> None:

@@ -99,7 +99,7 @@ def standing(model: nn.Module, optimizer: Optimizer, steps: int, **more: Any) ->
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
     model = deep()
-    [alert] = standing(model, by_layer(model, 9e-8, 3e-5, 1e-2), 350, every=every)
+    [alert] = standing(model, by_layer(model, 9e-8, 3e-5, 1e-2), 250, every=every)
     assert (alert.severity, alert.module_name) == ("warning", "0")
     assert alert.value < alert.threshold
     assert 100 <= alert.step <= 220
@@ -166,7 +166,7 @@ def guess(model: nn.Module) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 50])
 def test_weights_that_decay_too_fast_are_reported_while_half_is_left(every: int) -> None:
-    (alert,) = trends(400, lambda m: AdamW(m.parameters(), weight_decay=20.0), guess, every)
+    (alert,) = trends(150, lambda m: AdamW(m.parameters(), weight_decay=20.0), guess, every)
     assert figures(alert.summary)[0] == pytest.approx(0.02, rel=0.1)  # rate times decay
     assert alert.threshold == 0.5
     assert 0.05 < alert.value < 0.5
@@ -214,7 +214,7 @@ def test_a_self_reinforcing_loss_is_reported(discount: float) -> None:
         points, _ = draw()
         return F.mse_loss(model(points), 1 + discount * model(points).detach())
 
-    alerts = trends(500, lambda m: SGD(m.parameters(), 0.01), loss_of)
+    alerts = trends(300, lambda m: SGD(m.parameters(), 0.01), loss_of)
     assert bool(alerts) == (discount > 1)
     assert any("The loss grows by" in alert.summary for alert in alerts) == (discount > 1)
 
