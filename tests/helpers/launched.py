@@ -41,7 +41,8 @@ def spawned(rank: int, log_dir: str) -> None:
 
 
 def spawn(log_dir: str) -> None:
-    multiprocessing.spawn(spawned, args=(log_dir,), nprocs=2)
+    """Start processes as ``mp.spawn`` does, with a quicker method."""
+    multiprocessing.start_processes(spawned, args=(log_dir,), nprocs=2, start_method="fork")
 
 
 def lightning(log_dir: str) -> None:
