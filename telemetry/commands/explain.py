@@ -116,9 +116,8 @@ def _story(fault: Mapping[str, Any]) -> Iterator[str]:
     if code and not any(alert.location for alert in fault["alerts"] if alert.module_name == module):
         yield f"In the code: {code}"
     for alert in fault["alerts"]:
-        stage = "" if alert.stage == "started" else f", {alert.stage}"
         yield ""
-        yield f"{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
+        yield f"{alert.severity}: {alert.title}"
         yield from (f"  {line}" for line in alert.message.splitlines())
     if exception is not None:
         yield ""

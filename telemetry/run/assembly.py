@@ -147,7 +147,6 @@ class ActiveRun:
         # Priority 10: before the finalizer of the writer, which has priority 0.
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach("HookLogger")
-        self._pipeline.put(partial(self._processor.write_first, self._loop.step))
         show_log_dir(self.log_dir)
 
     @property
