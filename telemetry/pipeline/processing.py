@@ -248,9 +248,8 @@ class Processor:
         with self._failures.contained("to write the run log"):
             self._log.step(written)  # before its alerts, which need the random state
         if not record.phase:
-            if self._layout is None:
-                first = self._dashboard.first_values()
-                self._write_values(first, record.step, record.wall_time)
+            if record.step == 0:
+                self._write_values(self._dashboard.first_values(), 0, record.wall_time)
             record.loss_delay = self._loss.delay
             self._layout, self._last_step = record.layout, record.step
             self._on_step(record)
