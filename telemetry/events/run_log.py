@@ -106,7 +106,7 @@ class Alerted(Frame, tag=4):
 
 
 class Logged(Frame, tag=5):
-    scalars: dict[str, float]  # that the user has logged
+    scalars: dict[str, float]  # of the user; times, memory and limits of a run begin with ``~run/``
 
 
 class LossFound(Frame, tag=6):
@@ -132,6 +132,8 @@ class End(Frame, tag=8):
     failure: Failure | None
     batches: tuple[Batch, ...] = ()
     random: Random | None = None
+    scheduled: Step = 0  # full steps
+    requested: Step = 0  # full steps, by rules
 
 
 AnyFrame: TypeAlias = (

@@ -258,6 +258,7 @@ class Processor:
         step, wall_time, late = self._dashboard.rates.late_values(written)
         if late:
             self._write_values(late, step, wall_time, droppable=True)
+        self._write_logged(record.step, record.wall_time, self._dashboard.costs_of(written))
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = chain.from_iterable(self._dashboard.values_of(written))
         while some := list(islice(values, VALUES_AT_ONCE)):

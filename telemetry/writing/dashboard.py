@@ -47,10 +47,13 @@ class Dashboard:
         points = chain(
             rank_points(record.ranks) if record.ranks is not None else (),
             self.rates.points_of(record),
-            self._costs.points_of(record),
             depth_points(record),
         )
         yield [summaries.scalars((f"{RUN}{tag}", value) for tag, value in points)]
+
+    def costs_of(self, record: StepRecord) -> dict[str, float]:
+        """Return times and memory of a full step, by tag; call it for each record."""
+        return {f"{RUN}{tag}": value for tag, value in self._costs.points_of(record)}
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """Return the values to write in an event with the alert's step."""
