@@ -108,7 +108,7 @@ class Alert:
 
     @property
     def message(self) -> str:
-        """What was added, summary and cause, code, consequences, and advice, in one line each."""
+        """Addition, summary and cause, code, consequences, and advice, in one line each."""
         lines = [] if self.added is None else [_sentences(f"Since step {self.step}: {self.added}")]
         measured = "" if self.measured_at is None else f" (measured at step {self.measured_at})"
         lines.append(_sentences(f"{self.summary}{measured}", self.cause or ""))
