@@ -133,7 +133,8 @@ def _facts(run: RunData) -> Iterator[str]:
     if share not in (None, 1.0):
         yield f"{share:.1%} of the parameters are in layers that train"
     if (end := run.end()) is not None:
-        yield f"full steps: {end.scheduled} scheduled, {end.requested} more requested by rules"
+        scheduled, requested = end.full_steps
+        yield f"full steps: {scheduled} scheduled, {requested} more requested by rules"
     found = {tag: [value for _, value in points] for tag, points in run.costs().items()}
     usual = {tag: median_low(found[tag]) for tag in TIMES if tag in found}
     parts = []

@@ -132,8 +132,7 @@ class End(Frame, tag=8):
     failure: Failure | None
     batches: tuple[Batch, ...] = ()
     random: Random | None = None
-    scheduled: Step = 0  # full steps
-    requested: Step = 0  # full steps, by rules
+    full_steps: tuple[Step, Step] = (0, 0)  # scheduled, and requested by rules
 
 
 AnyFrame: TypeAlias = (

@@ -400,10 +400,9 @@ class ActiveRun:
             self._ranks.close(timeout_s / 2)
 
     def _write_end(self) -> None:
-        steps = self._schedule
-        counts = {"scheduled": steps.scheduled, "requested": steps.requested}
-        values = self._dashboard.end_values(**counts)
-        self._files.write_end(self._loop.step - 1, values, self._exception, **counts)
+        full_steps = self._schedule.scheduled, self._schedule.requested
+        values = self._dashboard.end_values(full_steps)
+        self._files.write_end(self._loop.step - 1, values, self._exception, full_steps)
 
     def _log_full_steps(self) -> None:
         """Log the number of full steps and their reasons; a warning if rules added many."""

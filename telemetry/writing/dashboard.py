@@ -61,12 +61,11 @@ class Dashboard:
         self._alert_count += 1
         return tags.alert_value(alert, number), before, self._alert_curve()  # drawn as a jump
 
-    def end_values(self, *, scheduled: int, requested: int) -> Sequence[bytes]:
-        """Return the values of the last event; the arguments are numbers of full steps."""
+    def end_values(self, full_steps: tuple[int, int]) -> Sequence[bytes]:
+        """Return the values of the last event."""
         if self._layout is None and not self._alert_count:
             return ()
-        full_steps = zip(FULL_STEPS, (scheduled, requested), strict=True)
-        return self._alert_curve(), summaries.scalars(full_steps)
+        return self._alert_curve(), summaries.scalars(zip(FULL_STEPS, full_steps, strict=True))
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """Yield a text with the parameters that changed since the last step, if any did."""

@@ -128,17 +128,9 @@ class RunLog:
         self._write_needed(Hyperparameters(step, time.time(), dict(values)))
 
     def end(
-        self,
-        last_step: int,
-        exception: BaseException | None,
-        *,
-        scheduled: int = 0,
-        requested: int = 0,
+        self, last_step: int, exception: BaseException | None, full_steps: tuple[int, int] = (0, 0)
     ) -> None:
-        """Write the end of the run, if it has begun; ``exception``: the training raised it.
-
-        ``scheduled`` and ``requested`` are numbers of full steps.
-        """
+        """Write the end of the run, if it has begun; ``exception``: the training raised it."""
         if not self._has_begun and exception is None:
             return
         failure = None if exception is None else _failure(exception)
@@ -146,8 +138,7 @@ class RunLog:
         batches = self.batches.of(step) if failure else ()
         random = self._random if failure else None
         step, now_s = max(last_step, 0), time.time()
-        end = End(step, now_s, failure, batches, random, scheduled, requested)
-        self._write(end, flush=True)
+        self._write(End(step, now_s, failure, batches, random, full_steps), flush=True)
 
     def _write_needed(self, frame: Frame) -> None:
         """Write a frame that readers need in each file."""
