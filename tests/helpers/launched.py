@@ -42,8 +42,7 @@ def spawned(rank: int, log_dir: str) -> None:
 
 
 def spawn(log_dir: str) -> None:
-    """Start processes as ``mp.spawn`` does, with a quicker method."""
-    multiprocessing.start_processes(spawned, args=(log_dir,), nprocs=2, start_method="fork")
+    multiprocessing.spawn(spawned, args=(log_dir,), nprocs=2)
 
 
 def lightning(log_dir: str) -> None:

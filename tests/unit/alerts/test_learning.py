@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from telemetry import Alert
-from telemetry.testing import alerts_of
+from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.scripted import record
@@ -46,6 +46,17 @@ def test_gradients_that_are_zeroed_before_the_step_are_reported(every: int, to_n
 def test_only_clipping_to_almost_zero_is_reported(limit: float, every: int) -> None:
     alerts = train(rule("no_learning"), 80, after_backward=clip(limit), every=every)
     assert [limit in figures(alert.cause) for alert in alerts] == [True] * (limit < 0.1)
+
+
+def test_a_run_that_measures_no_weights_requests_no_full_step_for_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = Adam(model.parameters())
+    with capture_run(model, every_n_steps=20, measure=("activations", "gradients")) as run:
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+    assert [record.step for record in run.records if record.full] == [0, 20, 40]
 
 
 # --- the learning rate ---------------------------------------------------------------------------
