@@ -42,8 +42,8 @@ def test_a_file_is_there_before_the_first_step_and_begins_with_its_version_and_a
 ) -> None:
     run = TinyRun(tmp_path / "new" / "run")
     [path] = event_files(tmp_path / "new" / "run")
+    version, start = events_of(path)
     run.logger.close()
-    version, start, *_ = events_of(path)
     assert version.file_version == "brain.Event:2"
     assert start.session_log.status == SessionLog.START
 

@@ -196,17 +196,3 @@ def test_without_a_limit_no_full_step_is_postponed_and_no_overhead_is_written(
     assert [record.step for record in outcome.full] == [*range(0, STEPS, 10)]
     assert [record.step for record in outcome.records] == [*range(STEPS)]
     assert not [tag for tag in curves(tmp_path) if "overhead" in tag or "every_n" in tag]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "must_be"),
-    [
-        *((share, ValueError, "above 0") for share in (0, -0.1, 1.5, math.nan)),
-        *((share, TypeError, "a number") for share in ("1%", True)),
-    ],
-)
-def test_an_implausible_share_is_refused(
-    tmp_path: Path, wrong: Any, error: type[Exception], must_be: str
-) -> None:
-    with pytest.raises(error, match=rf"HookLogger\(max_overhead=.*must be {must_be}"):
-        HookLogger(deep(), tmp_path, max_overhead=wrong)

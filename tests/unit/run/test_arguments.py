@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,10 @@ PLACE_OF_RULES = "is the name of a rule; .* {'dead_units': None}"
         ({"on_alert": 1}, TypeError, 'must be a callable, "raise" or "stop"'),
         ({"ranks": "all"}, ValueError, r"HookLogger\(ranks='all'\): must be"),
         ({"ranks": 1}, TypeError, r"HookLogger\(ranks=1\): must be"),
+        *(({"max_overhead": share}, ValueError, r"HookLogger\(max_overhead=.*must be above 0")
+          for share in (0, -0.1, 1.5, math.nan)),
+        *(({"max_overhead": share}, TypeError, r"HookLogger\(max_overhead=.*must be a number")
+          for share in ("1%", True)),
         *(({"loss_tag": tag}, error, r"loss_tag=.*must be the tag of a logged scalar")
           for tag, error in ((3, TypeError), ("", ValueError), (["loss"], TypeError))),
     ],
