@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -211,11 +212,10 @@ class NoTelemetryError(ValueError):
             "event files without a run log (telemetry.*.runlog), of another program or copied "
             "without it; TensorBoard shows their curves, and telemetry lint judges the loss"
         )
-        events = chain.from_iterable(
-            read_events(path, lambda what, why: None) for path in list_event_files(log_dir)
-        )
-        if not any(event.summary.value for event in events):
-            self.reason = "no step is recorded yet"
+        with suppress(OSError):  # a file that cannot be read is as one of another program
+            files = [read_events(path, lambda *_: None) for path in list_event_files(log_dir)]
+            if not any(event.summary.value for event in chain.from_iterable(files)):
+                self.reason = "no step is recorded yet"
         super().__init__(f"{log_dir}: {self.reason}")
 
 

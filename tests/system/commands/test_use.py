@@ -145,6 +145,24 @@ def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path:
     assert f"give the directory of the run: {runs / 'good'}" in done.stderr
 
 
+def test_runs_without_a_step_and_those_of_other_programs_are_skipped_in_one_line_each(
+    runs: Path, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 1)
+    loggers = [HookLogger(model, tmp_path / name) for name in ("a", "b")]
+    write_dashboards(tmp_path / "c", scalars={"loss": {0: 1.0}})
+    (tmp_path / "good").symlink_to(runs / "good", target_is_directory=True)
+    done = call("alerts", tmp_path)
+    [no_step, other] = done.stderr.splitlines()
+    names = f"{tmp_path / 'a'}, {tmp_path / 'b'}"
+    assert no_step == f"telemetry: skipped {names}: no step is recorded yet"
+    assert other.startswith(f"telemetry: skipped {tmp_path / 'c'}: event files without a run log")
+    assert "no step is recorded yet" in call("summary", tmp_path / "a").stderr
+    for logger in loggers:
+        logger.close()
+    assert [path.name for path in tmp_path.glob("[ab]/*")] == []
+
+
 # --- terminals and pipes -----------------------------------------------------------------------
 
 
