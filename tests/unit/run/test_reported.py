@@ -194,6 +194,45 @@ def test_a_rule_or_callback_that_fails_is_logged_once_and_training_continues(
     assert len(scalars(tmp_path)) == 5
 
 
+class Unreadable(dict[str, Tensor]):
+    """Output of a module; its tensors cannot be listed."""
+
+    def values(self) -> Any:
+        raise OSError("unreadable")
+
+
+class Wrapping(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Unreadable(x=super().forward(x))
+
+
+class Unwrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Wrapping(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return dict.values(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "called"), [(Wrapping(4, 2), "the model"), (Unwrapping(), "inner")]
+)
+def test_a_measurement_that_fails_is_logged_once_with_its_module(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: nn.Module, called: str
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with HookLogger(model, tmp_path, every_n_steps=1) as logger:
+        for _ in range(3):
+            output = model(torch.ones(8, 4))
+            [x] = dict.values(output) if isinstance(output, dict) else output
+            x.sum().backward()
+            optimizer.step()
+    assert logger.current_step == 3
+    reports = [text for text in caplog.messages if "telemetry failed" in text]
+    assert reports == [f"telemetry failed to observe the output of {called}; training continues"]
+
+
 def train_with_nan(
     log_dir: Path,
     respond: Callable[[Alert], object] | None,
