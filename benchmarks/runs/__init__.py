@@ -13,6 +13,7 @@ from runs import (  # noqa: F401
     healthy,
     logged_after,
     low_precision,
+    methods,
     mistakes,
     odd_inputs,
     origins,
