@@ -11,6 +11,14 @@
  * PyTorch or NumPy. _native.pyi documents the functions.
  */
 
+/* GCC would use MMX registers where it has no AVX, and leave them in use: all x87 arithmetic of the
+ * process, such as fmod() and long double, would return NaN from then on. This comes before Python.h:
+ * GCC inlines the functions of a header only into code with the same target, and Python 3.13 requires
+ * some of its functions to be inlined. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("no-mmx")
+#endif
+
 #ifdef Py_GIL_DISABLED
 #undef Py_LIMITED_API
 #endif
@@ -23,12 +31,6 @@
 #include <string.h>
 
 #include "dlpack.h"
-
-/* GCC would use MMX registers where it has no AVX, and leave them in use: all x87 arithmetic of the
- * process, such as fmod() and long double, would return NaN from then on. */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#pragma GCC target("no-mmx")
-#endif
 
 #if defined(_MSC_VER)
 #define INLINE static __forceinline

@@ -268,6 +268,24 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_extension_compiles_with_the_headers_of_the_newest_installed_python(
+    tmp_path: Path,
+) -> None:
+    """Those of 3.13 require that some functions are inlined."""
+    found = Path(sys.base_prefix).parent.glob("*/include/python3.1?/Python.h")
+    default = Path(sysconfig.get_paths()["include"], "Python.h")
+    newest = max(found, key=lambda header: header.parent.name, default=default).parent
+    if not (newest / "Python.h").exists():
+        pytest.skip("there are no headers of Python")
+    build = ["gcc", "-c", "-fPIC", "-O1", "-fopenmp-simd", "-DPy_LIMITED_API=0x030A0000"]
+    build += [f"-I{newest}", str(ROOT / "telemetry/measure/_native.c")]
+    done = subprocess.run(
+        [*build, "-o", str(tmp_path / "_native.o")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("required", ["", "1"])
 def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
     tmp_path: Path, required: str
