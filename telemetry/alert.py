@@ -49,8 +49,9 @@ class Alert:
         value: The measured figure that the rule judged; of an escalated alert that of the
             consequence that escalated it.
         threshold: The figure it was compared with, in the same unit.
-        summary: Sentences without the last period: the measured figures, and where; of an escalated
-            alert also what was added, and since when.
+        summary: Sentences without the last period: the measured figures, and where.
+        added: In the same form, what a consequence added at the step of an escalated alert, whose
+            summary is that of its start; None where the summary itself is new.
         measured_at: Step of the figures in ``summary``; None: that of the alert.
         cause: One sentence about the reason, if it is known.
         advice: Usual remedies, a short phrase each.
@@ -66,6 +67,7 @@ class Alert:
     value: float
     threshold: float
     summary: str
+    added: str | None = None
     measured_at: int | None = None
     cause: str | None = None
     advice: tuple[str, ...] = ()
@@ -106,8 +108,10 @@ class Alert:
 
     @property
     def message(self) -> str:
-        """Summary and cause, code, consequences, and advice, in one line each."""
-        lines = [_sentences(f"{self.summary}{measured_at(self.measured_at)}", self.cause or "")]
+        """Addition, summary and cause, code, consequences, and advice, in one line each."""
+        lines = [] if self.added is None else [_sentences(f"Since step {self.step}: {self.added}")]
+        measured = "" if self.measured_at is None else f" (measured at step {self.measured_at})"
+        lines.append(_sentences(f"{self.summary}{measured}", self.cause or ""))
         if self.location is not None:
             lines.append(f"Code: {printable(str(self.location))}")
         if self.consequences:
@@ -115,14 +119,14 @@ class Alert:
         lines += [_sentences(str(batch)) for batch in self.batches if batch.ids][:_MAX_BATCHES]
         return "\n".join([*lines, *([_sentences(*self.advice)] if self.advice else [])])
 
+    @property
+    def news(self) -> str:
+        """The part of the message that no earlier alert of this fault has, to follow the title."""
+        return self.message if self.added is None else _sentences(self.added)
+
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
         return html_table(self.title, {self.severity: self.message})
-
-
-def measured_at(step: int | None) -> str:
-    """Return the step of a sentence's figures, to end it; empty if there is none to name."""
-    return "" if step is None else f" (measured at step {step})"
 
 
 def listed_alerts(alerts: Iterable[Alert]) -> str:

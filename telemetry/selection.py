@@ -249,6 +249,8 @@ def _explain_no_match(
     message = f'{argument}="{"!" * glob.excludes}{glob.pattern}"): matches none of the {counted}'
     if "[" in glob.pattern:
         message += "; [ begins a set of characters, [[] matches the character [ itself"
+    if glob.pattern != glob.pattern.lower():
+        message += "; a glob matches names: for a class, pass it or a predicate(name, module)"
     names = filter(None, map(clean_name, [*parameters, *modules]))
     return f"{message}; {closest(glob.pattern, names)}"
 

@@ -53,6 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item.path):
             item.add_marker(pytest.mark.slow)
+    # Files with slow tests come first, so that short ones fill the gaps at the end.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -67,7 +70,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Distribute files in their order, so that the short unit tests come last and fill gaps."""
+    """Distribute files in the order of collection."""
     config.option.loadscopereorder = False
 
 

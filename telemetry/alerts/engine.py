@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from typing import Any
 
-from telemetry.alert import Alert, Consequence, Severity, measured_at
+from telemetry.alert import Alert, Consequence, Severity
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector
@@ -196,19 +196,19 @@ class Engine(Rule):
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "resolved":
                 if is_new and item.stage == "escalated" and not is_note:
-                    changes["summary"] = f"{item.summary}; {alert.summary}"
+                    news = "summary" if item.added is None else "added"
+                    changes[news] = f"{getattr(item, news)}; {alert.summary}"
                 reported[index] = replace(item, **changes)
                 return reported
         if rises or (is_new and not is_note and self._detectors[alert.kind].persistent):
-            known = f"{before.summary}{measured_at(_measured_at(before))}"
             worse = replace(
                 after,
                 stage="escalated",
                 step=alert.step,
                 value=alert.value,
                 threshold=alert.threshold,
-                summary=f"{known}. Since step {alert.step}: {alert.summary}",
-                measured_at=None,
+                added=alert.summary,
+                measured_at=_measured_at(before),
             )
             return [*reported, worse]
         return reported

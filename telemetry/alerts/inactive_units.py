@@ -108,7 +108,9 @@ class DeadUnits(Detector):
         in_batches = f"{batches} batches" if batches > 1 else "one batch"
         also = f"; also units of {', '.join(others)}" if others else ""
         cause = f"{called(str(behind))} zeroes all they return" if observed_in else None
-        advice = _DROPPED if module.type_name in DROPOUTS else _ADVICE
+        place = [output for output, _, _ in units].index(dead[0])
+        were_alive = all(share < shared.MOST for _, share, _ in units[max(place - 1, 0) : place])
+        advice = _DROPPED if module.type_name in DROPOUTS and were_alive else _ADVICE
         if module.name in baseline.began_zero:
             cause, advice = "All its weights started at 0", _RANDOM
         elif baseline.age >= shared.FEWEST and baseline.loss.has_not_fallen:

@@ -56,6 +56,7 @@ class NoLearning(Detector):
     _before: float = state(0.0)
     _largest_ratio: float = state(0.0)
     _evaluations: int = state(0)
+    _is_measured: bool = state(True)  # full steps measure updates
     _losses: int = state(0)
     _zeros: int = state(0)
     _end: str | None = state(None)  # module behind which no gradient was, at the last full step
@@ -81,6 +82,8 @@ class NoLearning(Detector):
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._norms.append(record.total_grad_norm)
         self._before = record.total_grad_norm_before_clipping or self._before
+        if record.full:
+            self._is_measured = bool(record.update_ratios)
         if record.update_ratios:
             self._evaluations += 1
             self._largest_ratio = max(self._largest_ratio, *matrix_ratios(record).values(), 0.0)
@@ -104,7 +107,8 @@ class NoLearning(Detector):
             )
         ratio, steps, now = self._largest_ratio, baseline.age + 1, median_high(self._norms)
         few = self._evaluations < shared.SEVERAL and ratio <= self.update_ratio
-        self.needs_full_step = few and steps >= self.steps - shared.SEVERAL
+        is_late = steps >= self.steps - shared.SEVERAL
+        self.needs_full_step = few and is_late and self._is_measured
         if few or steps < self.steps or ratio > self.update_ratio or record.loss == 0:
             return None
         if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:

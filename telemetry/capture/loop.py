@@ -130,9 +130,13 @@ class Loop:
         self.end_open_step()
         if self.attached and not self._delivered:
             ran = self._modules.how_they_ran(self._step)
-            level, message = self._context.missed.at_the_end(ran)
+            ends = self._step.backward.ends if isinstance(self._step, FullStep) else []
+            missed = self._context.missed
+            level, message = missed.at_the_end(ran, ends)
             if message:
                 self.guard.failures.log_once(message, level=level)
+            if missed.overflows:
+                self.manual_step()
         self.detach()
 
     def state_dict(self) -> dict[str, Any]:

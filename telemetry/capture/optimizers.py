@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from telemetry.capture.parameters import Indexed, ParameterTable
+from telemetry.capture.scaler import PassEnd
 from telemetry.torch_private import is_called_by
 
 log = logging.getLogger("telemetry")
@@ -158,26 +159,38 @@ NEVER_RAN = "the model never ran"
 
 _FORGOTTEN = "call optimizer.step(), or logger.step() if there is no torch.optim.Optimizer"
 
+_SKIPPED = (
+    "a GradScaler skips such steps and halves its scale. If a smaller scale does not end this, NaN "
+    "or infinity is in the data, the model or the loss. What was measured is recorded as step 0 "
+    "when the logger closes"
+)
+
 
 class MissedSteps:
     """Evidence of why the step in progress does not end.
 
     Attributes:
         other_steps: Steps of optimizers with none of the model's parameters.
+        overflows: Whether gradients are NaN or infinite in each pass, so that a scaler skips them.
     """
 
     def __init__(self) -> None:
         self.other_steps = 0
+        self.overflows = False
         self._passes = self._cleared = 0
         self._version = (0, 0)  # of a parameter's gradient, with the parameter's identity
         self._is_reported = False
 
-    def after_pass(self, passes: int, parameter: Tensor, *, is_alone: bool) -> str | None:
+    def after_pass(
+        self, passes: int, parameter: Tensor, ends: Sequence[PassEnd], *, is_alone: bool
+    ) -> str | None:
         """Record the end of a backward pass; return the message to log, if any.
 
         Args:
             passes: Number of passes of the step that have ended.
             parameter: First one that the pass has reached.
+            ends: Of passes whose gradients may not be finite; the earlier half of them is read,
+                which an accelerator has reached by then.
             is_alone: No other rank reduces gradients, which changes them, too.
         """
         self._passes = passes
@@ -196,10 +209,12 @@ class MissedSteps:
                 "An optimizer with other parameters does step: it was made for a copy of the "
                 "model, or before its parameters were replaced."
             )
+        elif self._have_overflown(ends, few):
+            cause = f"Gradients are NaN or infinite at each: {_SKIPPED}."
         else:
             cause = (
-                f"Gradients are cleared in between: {_FORGOTTEN}, unless a GradScaler skips every "
-                "step. For fastai, use the callback in telemetry.integrations.fastai."
+                f"Gradients are cleared in between: {_FORGOTTEN}. For fastai, use the callback in "
+                "telemetry.integrations.fastai."
             )
         self._is_reported = True
         return (
@@ -207,7 +222,13 @@ class MissedSteps:
             f"that holds its parameters. Nothing is logged until the first step. {cause}"
         )
 
-    def at_the_end(self, ran: str) -> tuple[int, str]:
+    def _have_overflown(self, ends: Sequence[PassEnd], passes: int) -> bool:
+        """Whether gradients were NaN or infinite in the first passes."""
+        overflown = [end.is_overflown for end in ends[:passes]]
+        self.overflows = len(overflown) == passes > 0 and all(overflown)
+        return self.overflows
+
+    def at_the_end(self, ran: str, ends: Sequence[PassEnd]) -> tuple[int, str]:
         """Return level and message to log if the run ends before its first step.
 
         ``ran`` describes the forward passes, for a step without a backward pass.
@@ -218,6 +239,8 @@ class MissedSteps:
         if self.other_steps:
             way_out = "those were made for a copy of the model, or before its parameters changed"
             other = f"{self.other_steps} steps of optimizers with other parameters; {way_out}"
+        elif self._have_overflown(ends, self._passes):
+            other = f"all with NaN or infinite gradients, no optimizer step: {_SKIPPED}"
         else:
             other = "no optimizer step" + f": {_FORGOTTEN}" * (self._passes > 0)
         idle = ran == NEVER_RAN and not self._passes and not self.other_steps

@@ -16,6 +16,7 @@ from telemetry.capture.experts import Loads, add_tokens
 from telemetry.capture.hooks import ForwardHook, Inert, ResultHook, tensors_in
 from telemetry.capture.observations import Observation, Observations
 from telemetry.capture.parameters import PLAIN, Indexed, Norms, local, plain, take_norms
+from telemetry.capture.scaler import PassEnd
 from telemetry.measure import fingerprint, images
 from telemetry.measure.attention import attention_figures
 from telemetry.plain_text import called_all
@@ -282,8 +283,7 @@ class BackwardPasses:
         passes: Number of passes of training that have ended.
         before_clipping: For each parameter that a pass has reached: the norms at the end of the
             last pass, and its place among them.
-        ends: For passes with a gradient that is not finite: whether it is, as far as known, and
-            the number of observations at the end.
+        ends: Of passes with a gradient that is not finite, or may be so.
     """
 
     def __init__(self, context: Context, observations: Observations, notes: RankNotes) -> None:
@@ -291,7 +291,7 @@ class BackwardPasses:
         self.over = False
         self.passes = 0
         self.before_clipping: dict[int, tuple[Norms, int]] = {}
-        self.ends: list[tuple[bool | HostCopy, int]] = []
+        self.ends: list[PassEnd] = []
         self._context, self._observations, self._notes = context, observations, notes
         # By task; there are several at a time if one starts another.
         self._running: dict[int, _Pass] = {}
@@ -352,12 +352,12 @@ class BackwardPasses:
         parameters = ended.accumulated.values()
         for group in take_norms(self._context.table.grads_of(parameters)):
             if (is_nonfinite := group.nonfinite()) is not False:
-                self.ends.append((is_nonfinite, len(self._observations.all)))
+                self.ends.append(PassEnd(is_nonfinite, len(self._observations.all)))
             for place, index in enumerate(group.indices):
                 self.before_clipping[int(index)] = group, place
         # Many passes without a step: nothing more is observed.
         message = self._context.missed.after_pass(
-            self.passes, next(iter(parameters)), is_alone=self._context.ranks is None
+            self.passes, next(iter(parameters)), self.ends, is_alone=self._context.ranks is None
         )
         if message is not None:
             self.guard.failures.log_once(message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -38,6 +39,17 @@ class ScalerReading:
     def skipped(self) -> bool:
         """Whether the optimizer was called but left the parameters as they are."""
         return self.found_inf is not None and bool(self.found_inf.wait())
+
+
+class PassEnd(NamedTuple):
+    """End of a backward pass, with a gradient that may be NaN or infinite."""
+
+    flag: bool | HostCopy  # whether one is; it may still be on its way to the host
+    observations: int  # of the step, up to this end
+
+    @property
+    def is_overflown(self) -> bool:
+        return bool(self.flag.wait()) if isinstance(self.flag, HostCopy) else self.flag
 
 
 def read_scaler(scaler: GradScaler, optimizer: Optimizer, step: int) -> ScalerReading | None:

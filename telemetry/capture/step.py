@@ -481,13 +481,7 @@ class FullStep(Step):
         if self._scaler is None or not (record.grad_norms < OVERFLOW).all():
             return 0
         # A backward pass with a gradient that is not finite ended in a skipped step.
-        return max(
-            (end for is_overflown, end in self.backward.ends if _value(is_overflown)), default=0
-        )
-
-
-def _value(flag: bool | HostCopy) -> bool:
-    return bool(flag.wait()) if isinstance(flag, HostCopy) else flag
+        return max((e.observations for e in self.backward.ends if e.is_overflown), default=0)
 
 
 def _nonfinite(norms: Sequence[Norms]) -> list[tuple[int, float]]:

@@ -117,7 +117,7 @@ FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "summary",
-    "measured_at", "cause", "advice", "location", "consequences", "observed_in", "batches",
+    "added", "measured_at", "cause", "advice", "location", "consequences", "observed_in", "batches",
 )  # fmt: skip
 
 
@@ -177,10 +177,7 @@ def print_alerts(
 
 
 def _print_alert(head: str, alert: Alert, console: Console) -> None:
-    stage = {"escalated": ", escalated", "resolved": ", resolved"}.get(alert.stage, "")
-    line = Text(f"{head}step {alert.step}: ")
-    line.append(alert.severity, style=_STYLES[alert.severity])
-    line.append(printable(f" {alert.kind}") + alert.where + stage)
-    console.print(line)
-    for text in alert.message.splitlines():
+    severity = alert.severity, _STYLES[alert.severity]
+    console.print(Text.assemble(head, severity, f": {printable(alert.title)}"))
+    for text in alert.news.splitlines():
         console.print(f"  {printable(text)}")

@@ -115,11 +115,13 @@ def _story(fault: Mapping[str, Any]) -> Iterator[str]:
     code = dict(zip(modules["name"], modules["code"], strict=True)).get(module)
     if code and not any(alert.location for alert in fault["alerts"] if alert.module_name == module):
         yield f"In the code: {code}"
+    told = set[str]()
     for alert in fault["alerts"]:
-        stage = "" if alert.stage == "started" else f", {alert.stage}"
         yield ""
-        yield f"{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
-        yield from (f"  {line}" for line in alert.message.splitlines())
+        yield f"{alert.severity}: {alert.title}"
+        text = alert.news if alert.kind in told else alert.message
+        yield from (f"  {line}" for line in text.splitlines())
+        told.add(alert.kind)
     if exception is not None:
         yield ""
         yield f"The training ended in {exception['type']}: {exception['message']}"

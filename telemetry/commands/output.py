@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from telemetry.plain_text import json_plain, printable
+from telemetry.plain_text import json_plain, listed, printable
 from telemetry.reading.run import NoTelemetryError, find_log_dirs, open_run, split_run
 from telemetry.reading.run_data import RunData
+
+_MOST_NAMES = 5
 
 
 def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
@@ -80,20 +82,22 @@ class LogDirs:
             self.found += [log_dir for log_dir in below if log_dir not in self.found]
 
     def opened(self) -> Iterator[tuple[Path, RunData]]:
-        """Yield each run with its directory; directories of other programs are skipped."""
-        opened = False
+        """Yield each run with its directory; those without a run log are skipped, in one line."""
+        opened, skipped = False, dict[str, list[str]]()
         for log_dir in self.found:
             try:
                 run = open_run(log_dir)
             except (OSError, ValueError) as error:
                 if isinstance(error, NoTelemetryError) and log_dir not in self._given:
-                    report_skipped(error)
+                    skipped.setdefault(error.reason, []).append(str(log_dir))
                 else:
                     self.fail(error)
                 continue
             opened = True
             yield log_dir, run
             report_problems(run.problems)
+        for reason_of_all, names in skipped.items():
+            report_problems([f"skipped {listed(names, _MOST_NAMES)}: {reason_of_all}"])
         self.status = self.status if opened else 2
 
     def fail(self, error: OSError | ValueError) -> None:

@@ -19,7 +19,7 @@ from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import RunData, trained_share
 from telemetry.records.step import INPUT, is_inside
 from telemetry.tables import Column, number, print_table
-from telemetry.tag_names import FULL_STEPS, MEMORY, RUN, TIMES
+from telemetry.tag_names import MEMORY, TIMES
 
 _CURVE_WIDTH = 16
 _STEADY = 1.25  # a trend by a smaller factor counts as steady
@@ -132,12 +132,10 @@ def _facts(run: RunData) -> Iterator[str]:
     share = trained_share(run.layers, run.training_states())
     if share not in (None, 1.0):
         yield f"{share:.1%} of the parameters are in layers that train"
-    tags = {tag: f"{RUN}{tag}" for tag in (*TIMES, *MEMORY)}
-    read = run.source.read("scalars", [*FULL_STEPS, *tags.values()])
-    if all(tag in read for tag in FULL_STEPS):  # the run was closed
-        scheduled, requested = (int(read[tag][-1][1]) for tag in FULL_STEPS)
+    if (end := run.end()) is not None:
+        scheduled, requested = end.full_steps
         yield f"full steps: {scheduled} scheduled, {requested} more requested by rules"
-    found = {tag: [v for _, v in read[full]] for tag, full in tags.items() if full in read}
+    found = {tag: [value for _, value in points] for tag, points in run.costs().items()}
     usual = {tag: median_low(found[tag]) for tag in TIMES if tag in found}
     parts = []
     if (total_s := sum(usual.values())) > 0:

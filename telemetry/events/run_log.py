@@ -106,7 +106,7 @@ class Alerted(Frame, tag=4):
 
 
 class Logged(Frame, tag=5):
-    scalars: dict[str, float]  # that the user has logged
+    scalars: dict[str, float]  # of the user; times, memory and limits of a run begin with ``~run/``
 
 
 class LossFound(Frame, tag=6):
@@ -132,6 +132,7 @@ class End(Frame, tag=8):
     failure: Failure | None
     batches: tuple[Batch, ...] = ()
     random: Random | None = None
+    full_steps: tuple[Step, Step] = (0, 0)  # scheduled, and requested by rules
 
 
 AnyFrame: TypeAlias = (

@@ -47,8 +47,8 @@ if os.environ.get("TELEMETRY_NATIVE") != "0":
             log.warning(
                 "telemetry: the C extension cannot be loaded (%s), so measuring tensors in CPU "
                 "memory takes 5 to 80 times as long. Install telemetry again where there is a C "
-                "compiler (in a checkout: python setup.py build_ext --inplace), or set "
-                "TELEMETRY_NATIVE=0 to silence this message",
+                "compiler, with pip's option --no-cache-dir (in a checkout: python setup.py "
+                "build_ext --inplace), or set TELEMETRY_NATIVE=0 to silence this message",
                 reason,
             )
     else:

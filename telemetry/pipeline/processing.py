@@ -219,10 +219,6 @@ class Processor:
             self._loss_is_written = True
             self._log.loss(self._loss.tag, self._loss.delay, self._last_step)
 
-    def write_first(self, step: int) -> None:
-        """Write the values with which a run begins."""
-        self._write_values(self._dashboard.first_values(), step, time.time())
-
     def write_hyperparameters(
         self, values: Mapping[str, Hyperparameter], metrics: Sequence[str] | None, step: int
     ) -> None:
@@ -252,6 +248,8 @@ class Processor:
         with self._failures.contained("to write the run log"):
             self._log.step(written)  # before its alerts, which need the random state
         if not record.phase:
+            if record.step == 0:
+                self._write_values(self._dashboard.first_values(), 0, record.wall_time)
             record.loss_delay = self._loss.delay
             self._layout, self._last_step = record.layout, record.step
             self._on_step(record)
@@ -260,6 +258,7 @@ class Processor:
         step, wall_time, late = self._dashboard.rates.late_values(written)
         if late:
             self._write_values(late, step, wall_time, droppable=True)
+        self._write_logged(record.step, record.wall_time, self._dashboard.costs_of(written))
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = chain.from_iterable(self._dashboard.values_of(written))
         while some := list(islice(values, VALUES_AT_ONCE)):
@@ -286,7 +285,7 @@ class Processor:
                 alert = replace(alert, batches=tuple(chain.from_iterable(known.values())))
             level = logging.INFO if alert.stage == "resolved" else _LEVELS[alert.severity]
             if is_rank_0():
-                log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
+                log.log(level, "%s: %s", alert.title, printable_lines(alert.news))
             with self._failures.contained("to write an alert"):
                 self._log.alert(alert, wall_time)
                 values = self._dashboard.alert_values(alert)

@@ -7,11 +7,10 @@ at that time, and ``kind/NNNN.name[i]`` for further outputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from telemetry.plain_text import printable
 from telemetry.reading.run_data import Layer, RunData
-from telemetry.reading.sources import RunSource
 from telemetry.records.loss import loss_among
 from telemetry.records.step import INPUT
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, TIMES, parse_numbered, plain
@@ -77,11 +76,10 @@ def scalar_curves(run: RunData) -> list[tuple[str, str]]:
     return [*(("loss", tag) for tag in (loss,) if tag), *(("learning rate", tag) for tag in rates)]
 
 
-def cost_curves(source: RunSource) -> list[tuple[str, str]]:
-    """Return pairs of ``time`` or ``memory`` and a tag: all parts of a step, or none."""
-    known = {plain(tag): tag for tag in source.tags("scalars")}
-    times = [("time", known[tag]) for tag in TIMES if tag in known]
-    memory = [("memory", known[tag]) for tag in (ALLOCATED_BYTES, HOST_BYTES) if tag in known]
+def cost_curves(tags: Collection[str]) -> list[tuple[str, str]]:
+    """Return pairs of ``time`` or ``memory`` and one of the tags: all parts of a step, or none."""
+    times = [("time", tag) for tag in TIMES if tag in tags]
+    memory = [("memory", tag) for tag in (ALLOCATED_BYTES, HOST_BYTES) if tag in tags]
     return [*times, *memory] if len(times) == len(TIMES) else []
 
 

@@ -129,8 +129,9 @@ def units(found: UnitExtremes) -> bytes:
 
 def scalars(run: RunData) -> bytes:
     """Pack loss, learning rates, parts of a step's time, and memory, if the run has them."""
-    curves = [*builtin_tags.scalar_curves(run), *builtin_tags.cost_curves(run.source)]
-    found = dict(run.source.read("scalars", [tag for _, tag in curves]))
+    curves, costs = builtin_tags.scalar_curves(run), run.costs()
+    found = {**costs, **run.source.read("scalars", [tag for _, tag in curves])}
+    curves += builtin_tags.cost_curves(costs)
     loss, logged = run.loss_tag(), run.logged()
     if loss in logged:  # TensorBoard may not have loaded all of it yet
         curves = [("loss", loss), *(curve for curve in curves if curve[0] != "loss")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert, listed_alerts
+from telemetry.events.reading import list_event_files, read_events
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import closest, html_table, natural_key
 from telemetry.reading.distributions import histogram_table
@@ -202,14 +204,19 @@ def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> 
 
 
 class NoTelemetryError(ValueError):
-    """Event files without a run log."""
+    """Event files without a run log; ``reason`` says why there is none."""
 
-    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        super().__init__(
-            f"{os.fspath(log_dir)}: has event files, but no run log (telemetry.*.runlog): "
-            "telemetry has not written it, or it was copied without the log. TensorBoard shows its "
-            "curves, and telemetry lint judges its loss"
+    def __init__(self, log_dir: Path) -> None:
+        self.reason = (
+            "event files without a run log (telemetry.*.runlog), of another program or copied "
+            "without it; TensorBoard shows their curves, and telemetry lint judges the loss"
         )
+        events = chain.from_iterable(
+            read_events(path, lambda what, why: None) for path in list_event_files(log_dir)
+        )
+        if not any(event.summary.value for event in events):
+            self.reason = "no step is recorded yet"
+        super().__init__(f"{log_dir}: {self.reason}")
 
 
 def is_of_run(name: str) -> bool:

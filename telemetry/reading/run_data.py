@@ -42,6 +42,7 @@ from telemetry.reading.run_log import KindOfFrame, Part, RunDirectory, Segment
 from telemetry.reading.sources import FileSource, Period, RunSource
 from telemetry.records import Layout, Module, Parameter
 from telemetry.records.step import INPUT, is_inside
+from telemetry.tag_names import RUN, plain
 
 # Limit of the extremes of units that are read at once, 8 bytes each.
 MAX_UNITS = 32 << 20
@@ -200,6 +201,13 @@ class RunData:
 
     def logged(self) -> dict[str, list[tuple[int, float]]]:
         """Return steps and values of the scalars that the user has logged, by tag."""
+        return {tag: points for tag, points in self._curves().items() if not tag.startswith(RUN)}
+
+    def costs(self) -> dict[str, list[tuple[int, float]]]:
+        """Return steps and values of times and memory, by tag without TensorBoard's group."""
+        return {plain(tag): of for tag, of in self._curves().items() if tag.startswith(RUN)}
+
+    def _curves(self) -> dict[str, list[tuple[int, float]]]:
         found: dict[str, dict[int, float]] = defaultdict(dict)
         for part in self._parts:
             for tag, (steps, values) in part.curves().items():

@@ -48,6 +48,7 @@ log = logging.getLogger("telemetry")
 _CHECKPOINT_S = 10.0
 
 _MAX_NOTES = 5  # that are shown at the end
+_FEW = 20  # steps for each requested full step, with which their cost is not worth a warning
 _GOES_ON = 'training goes on; HookLogger(on_alert="stop") or "raise" ends it at such an alert'
 
 
@@ -147,7 +148,6 @@ class ActiveRun:
         # Priority 10: before the finalizer of the writer, which has priority 0.
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach("HookLogger")
-        self._pipeline.put(partial(self._processor.write_first, self._loop.step))
         show_log_dir(self.log_dir)
 
     @property
@@ -400,18 +400,18 @@ class ActiveRun:
             self._ranks.close(timeout_s / 2)
 
     def _write_end(self) -> None:
-        steps = self._schedule
-        counts = {"scheduled": steps.scheduled, "requested": steps.requested}
-        values = self._dashboard.end_values(**counts)
-        self._files.write_end(self._loop.step - 1, values, self._exception)
+        full_steps = self._schedule.scheduled, self._schedule.requested
+        values = self._dashboard.end_values(full_steps)
+        self._files.write_end(self._loop.step - 1, values, self._exception, full_steps)
 
     def _log_full_steps(self) -> None:
-        """Log the number of full steps and their reasons; a warning if rules doubled them."""
+        """Log the number of full steps and their reasons; a warning if rules added many."""
         scheduled, requested = self._schedule.scheduled, self._schedule.requested
         if not (self._role.writes and scheduled):
             return
         level, hint = logging.INFO, ""
-        if requested > scheduled > 1:  # not for a run that is shorter than the interval
+        # Not for a run that is shorter than the interval.
+        if scheduled > 1 and requested > max(scheduled, self._loop.step / _FEW):
             level, hint = logging.WARNING, "; max_overhead limits their cost"
         message = "telemetry: full steps: %d scheduled, %d more requested by rules%s"
         log.log(level, message, scheduled, requested, hint)

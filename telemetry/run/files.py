@@ -141,13 +141,17 @@ class RunFiles:
             self._writer.put(self._events, session_start(step))
 
     def write_end(
-        self, last_step: int, values: Sequence[bytes], exception: BaseException | None
+        self,
+        last_step: int,
+        values: Sequence[bytes],
+        exception: BaseException | None,
+        full_steps: tuple[int, int],
     ) -> None:
         """Write, once and not in a fork, that the run is closed; later records make it void."""
         if self._has_ended or os.getpid() != self._process_id:
             return
         with self._failures.contained("to write that the run has ended"):
-            self.log.end(last_step, exception)
+            self.log.end(last_step, exception, full_steps)
             if values:
                 self.write_values(values, max(last_step, 0), time.time())
         self._has_ended = True

@@ -47,10 +47,13 @@ class Dashboard:
         points = chain(
             rank_points(record.ranks) if record.ranks is not None else (),
             self.rates.points_of(record),
-            self._costs.points_of(record),
             depth_points(record),
         )
         yield [summaries.scalars((f"{RUN}{tag}", value) for tag, value in points)]
+
+    def costs_of(self, record: StepRecord) -> dict[str, float]:
+        """Return times and memory of a full step, by tag; call it for each record."""
+        return {f"{RUN}{tag}": value for tag, value in self._costs.points_of(record)}
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """Return the values to write in an event with the alert's step."""
@@ -58,12 +61,11 @@ class Dashboard:
         self._alert_count += 1
         return tags.alert_value(alert, number), before, self._alert_curve()  # drawn as a jump
 
-    def end_values(self, *, scheduled: int, requested: int) -> Sequence[bytes]:
-        """Return the values of the last event; the arguments are numbers of full steps."""
+    def end_values(self, full_steps: tuple[int, int]) -> Sequence[bytes]:
+        """Return the values of the last event."""
         if self._layout is None and not self._alert_count:
             return ()
-        full_steps = zip(FULL_STEPS, (scheduled, requested), strict=True)
-        return self._alert_curve(), summaries.scalars(full_steps)
+        return self._alert_curve(), summaries.scalars(zip(FULL_STEPS, full_steps, strict=True))
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """Yield a text with the parameters that changed since the last step, if any did."""

@@ -33,7 +33,6 @@ from telemetry.layers.units import encode_units, with_parts
 from telemetry.records import Layout, StepRecord
 from telemetry.records.batches import RecentBatches
 from telemetry.records.tensor import Tensors
-from telemetry.tag_names import RUN
 from telemetry.untrusted import MAX_TEXT
 
 
@@ -118,10 +117,8 @@ class RunLog:
         self._write(frame, flush=True)
 
     def logged(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Write the scalars that the user has logged."""
-        own = {tag: value for tag, value in values.items() if not tag.startswith(RUN)}
-        if own:
-            self._write(Logged(step, time_s, own))
+        """Write logged scalars, and curves of the run."""
+        self._write(Logged(step, time_s, dict(values)))
 
     def loss(self, tag: str, delay: int, step: int) -> None:
         """Write which scalar is the loss."""
@@ -130,7 +127,9 @@ class RunLog:
     def hyperparameters(self, values: Mapping[str, str | float | bool], step: int) -> None:
         self._write_needed(Hyperparameters(step, time.time(), dict(values)))
 
-    def end(self, last_step: int, exception: BaseException | None) -> None:
+    def end(
+        self, last_step: int, exception: BaseException | None, full_steps: tuple[int, int] = (0, 0)
+    ) -> None:
         """Write the end of the run, if it has begun; ``exception``: the training raised it."""
         if not self._has_begun and exception is None:
             return
@@ -138,7 +137,8 @@ class RunLog:
         step = max(last_step + (exception is not None), 0)
         batches = self.batches.of(step) if failure else ()
         random = self._random if failure else None
-        self._write(End(max(last_step, 0), time.time(), failure, batches, random), flush=True)
+        step, now_s = max(last_step, 0), time.time()
+        self._write(End(step, now_s, failure, batches, random, full_steps), flush=True)
 
     def _write_needed(self, frame: Frame) -> None:
         """Write a frame that readers need in each file."""

@@ -21,6 +21,7 @@ MODULES = ("telemetry", "telemetry.interventions", "telemetry.testing")
 
 def lines() -> Iterator[str]:
     """Yield one line per public name, in alphabetical order within each module."""
+    yield "# Members of Baseline, Layout and StepRecord that docs/ does not describe may change."
     for module_name in MODULES:
         module = import_module(module_name)
         for name in sorted(module.__all__):

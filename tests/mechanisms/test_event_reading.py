@@ -16,7 +16,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from telemetry.events import framing, reading
 from telemetry.events.framing import frame
 from telemetry.events.reading import read_events, read_frames
-from tests.helpers.scripts import run_script
 
 EVENTS = [
     Event(wall_time=1.0, file_version="brain.Event:2"),
@@ -99,20 +98,6 @@ def test_a_corrupted_file_gives_events_and_at_most_a_line(
     found, problems = read(bytes(content))
     assert all(isinstance(event, Event) for event in found)
     assert len(problems) <= 1
-
-
-def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
-    output, _ = run_script(
-        tmp_path,
-        """
-        import sys
-        import telemetry.events.files
-        import telemetry.events.reading
-        heavy = {"torch", "grpc", "werkzeug", "fsspec", "tensorboard.backend"}
-        print(heavy & set(sys.modules))
-        """,
-    )
-    assert output == "set()\n"
 
 
 def test_an_oversized_record_is_skipped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,6 +26,7 @@ from telemetry.ranks.connection import (
     Server,
     frame,
 )
+from tests.helpers.scripts import start_script
 
 
 class Listener:
@@ -220,11 +219,12 @@ print(store.port, flush=True)
 time.sleep(300)
 """
 RANK = """
-import asyncio, sys, torch.distributed as d
+import asyncio, signal, sys, torch.distributed as d
 from telemetry.ranks.connection import in_thread
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 store = d.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
 print("connected", flush=True)
-sys.stdin.readline()
+signal.sigwait({signal.SIGUSR1})
 async def ask():
     asking = asyncio.ensure_future(in_thread(lambda: store.check(["a"])))
     print(len((await asyncio.wait([asking], timeout=0.1))[0]), flush=True)
@@ -232,18 +232,18 @@ asyncio.new_event_loop().run_until_complete(ask())
 """
 
 
-def python(script: str, *arguments: str) -> Any:
-    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
-def test_a_rank_ends_well_while_its_call_of_a_frozen_store_fails() -> None:
-    with python(STORE) as store, python(RANK, store.stdout.readline().strip()) as rank:
+def test_a_rank_ends_well_while_its_call_of_a_frozen_store_fails(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folders = [tmp_path_factory.mktemp(name) for name in ("store", "rank")]
+    with (
+        start_script(folders[0], STORE) as store,
+        start_script(folders[1], RANK, store.stdout.readline().strip()) as rank,
+    ):
         assert rank.stdout.readline() == "connected\n"
         store.send_signal(signal.SIGSTOP)
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
+        rank.send_signal(signal.SIGUSR1)
         assert rank.stdout.readline() == "0\n"
         store.kill()
-        assert rank.wait(300) == 0
+        assert rank.wait() == 0

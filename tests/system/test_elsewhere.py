@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socketserver
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import run_script
 
 PAGE = (ROOT / "docs" / "howto" / "notifications.md").read_text(encoding="utf-8")
 
@@ -98,12 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_section(name: str, folder: Path, **env: str) -> None:
     paths = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"}
-    subprocess.run(
-        [sys.executable, "-c", f"import telemetry\n{CODE[name]}"],
-        cwd=folder,
-        env=paths | env,
-        check=True,
-    )
+    run_script(folder, f"import telemetry\n{CODE[name]}", cwd=folder, env=paths | env)
 
 
 def in_wandb(name: str, folder: Path) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 import telemetry
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import TORCHRUN, run_script
 
 DOCS = ROOT / "docs"
 GUIDES = ["layers", "alerts", "resume", "interventions", "cost"]
@@ -120,7 +120,6 @@ def test_the_run_log_is_read_without_telemetry(
 def test_the_tutorial_of_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:
     code = code_of("tutorials/several-gpus").partition("# FSDP2")[0]
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    run_script(tmp_path, TORCHRUN, "--nproc-per-node", 2, "train.py", cwd=tmp_path)
     runs = {path.parent for path in tmp_path.rglob("*.tfevents.*")}
     assert runs == {tmp_path / "runs" / "ddp"}

@@ -39,6 +39,14 @@ def test_import_loads_neither_torch_nor_numpy() -> None:
     assert run_python(code) == "[]"
 
 
+def test_reading_event_files_loads_neither_the_server_nor_torch() -> None:
+    code = (
+        "import sys, telemetry.events.files, telemetry.events.reading; print(set(sys.modules) "
+        "& {'torch', 'grpc', 'werkzeug', 'fsspec', 'tensorboard.backend'})"
+    )
+    assert run_python(code) == "set()"
+
+
 def test_an_alert_is_usable_without_torch() -> None:
     code = "import sys; from telemetry import Alert; print('torch' in sys.modules)"
     assert run_python(code) == "False"

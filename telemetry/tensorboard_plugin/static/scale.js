@@ -85,7 +85,7 @@ const OUTSIDE = 0.002; // share of the values at either end that may lie beyond 
  */
 
 /**
- * A scale that suits the values of all runs, so that they can be compared.
+ * A scale that suits the values of each run, so that they can be compared.
  * @param {Float32Array[]} fields values; relative ones are ratios, or 1 + difference
  * @returns {Scale}
  */
@@ -98,12 +98,15 @@ export function makeScale(statistic, mode, fields) {
     return { diverging, log: false, low: 0, high: top >= 0.5 ? 1 : top >= 0.1 ? 0.5 : 0.1 };
   }
   if (!values.length) return { diverging, log: true, low: 1e-3, high: 1 };
-  const [least, most] = fullest(values).map(Math.log10);
+  const parts = fields.map((field) => sample([field], true)).filter((part) => part.length).map(fullest);
+  const least = Math.log10(Math.min(...parts.map(([first]) => first)));
+  const most = Math.log10(Math.max(...parts.map(([, last]) => last)));
   // What hardly changes is in the middle of the scale rather than at an end.
   const margin = most - least < 0.05 ? 0.5 : 0;
   const high = Math.pow(10, Math.ceil(most + margin - 1e-6));
   const low = Math.min(Math.pow(10, Math.floor(least - margin + 1e-6)), high / 10);
-  return { diverging, log: true, low, high, isCut: [values[0] < low, values.at(-1) > high] };
+  const isCut = [values[0] < low * (1 - 1e-6), values.at(-1) > high * (1 + 1e-6)];
+  return { diverging, log: true, low, high, isCut };
 }
 
 /** The same scale, extended to whole decades around values beyond it. */

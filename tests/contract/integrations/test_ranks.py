@@ -6,7 +6,6 @@ import itertools
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,14 +21,11 @@ from tests.contract.integrations.test_huggingface import (
 )
 from tests.contract.integrations.test_lightning import Module, trainer
 from tests.helpers.frameworks import AlertFrom, batches, curve
+from tests.helpers.scripts import run_script
 
 
 def test_two_ranks_write_one_run_and_stop_at_the_same_step(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+    _, errors = run_script(tmp_path, Path(__file__).read_text(), tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     assert first == second
     for name, steps in zip(["lightning", "huggingface"], map(int, first.split()), strict=True):
@@ -37,7 +33,7 @@ def test_two_ranks_write_one_run_and_stop_at_the_same_step(tmp_path: Path) -> No
         [run] = {path.parent for path in (tmp_path / name).rglob("*tfevents*")}
         assert sorted(curve(run, "grad_norm/total")) == list(range(steps))
         assert sorted(curve(run, "loss")) == list(range(steps))
-    assert "telemetry failed" not in done.stderr
+    assert "telemetry failed" not in errors
 
 
 def lightning_steps(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,17 @@ BUCKETS = {0: ([0.0], [1.0], [2.0])}
 
 
 def write(
-    log_dir: Path, layout: Layout | None = None, loss_tag: str | None = None, **data: object
+    log_dir: Path,
+    layout: Layout | None = None,
+    loss_tag: str | None = None,
+    logged: Mapping[str, Mapping[int, float]] | None = None,
+    **data: object,
 ) -> Client:
     layout = layout or layout_of(NAMES)
     count = len(layout.parameters)
     write_run(
         log_dir, layout, steps=[0], norms=lambda _: np.ones(count, np.float32), losses=False,
-        loss_tag=loss_tag,
+        loss_tag=loss_tag, logged=logged,
     )  # fmt: skip
     write_dashboards(log_dir, **data)  # type: ignore[arg-type]
     return Client(open_slow(log_dir), log_dir)
@@ -107,8 +112,8 @@ def test_times_are_shown_if_all_are_known(tmp_path: Path) -> None:
     times = [f"~run/time/{part}_s" for part in ("data_wait", "forward", "backward", "optimizer")]
     memory = "~run/memory/host_rss_bytes"
     tags = [memory, *reversed(times), "~run/time/tokens_per_s"]
-    client = write(tmp_path / "all", scalars=scalars(*tags))
+    client = write(tmp_path / "all", logged=scalars(*tags))
     expected = [("time", tag.removeprefix("~run/")) for tag in times]
     assert curves(client) == [*expected, ("memory", "memory/host_rss_bytes")]
-    client = write(tmp_path / "some", scalars=scalars(memory, *times[1:]))
+    client = write(tmp_path / "some", logged=scalars(memory, *times[1:]))
     assert curves(client) == []

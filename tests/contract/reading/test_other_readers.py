@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from wandb.proto import wandb_internal_pb2
 
 from telemetry import HookLogger
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import run_script
 
 FOR_WANDB = """
 import sys, wandb
@@ -65,11 +64,8 @@ def test_tbparse_finds_histograms(run: Path) -> None:
 
 @pytest.mark.slow
 def test_wandb_syncs_a_run_offline(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-c", FOR_WANDB, str(tmp_path)],
-        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
-        check=True,
-    )
+    paths = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    run_script(tmp_path, FOR_WANDB, tmp_path, env=paths)
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     found: dict[str, str] = {}
     for content in wandb_records(file.read_bytes()):

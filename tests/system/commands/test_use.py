@@ -112,7 +112,7 @@ def test_a_directory_of_runs_is_searched_to_any_depth(
     assert done.returncode == 1
     assert sorted(set(heads)) == ["deep/bad", "faster", "good", "same"]
     assert "good: no alerts" in done.stdout
-    assert "deep/bad: step 5: error nonfinite" in done.stdout
+    assert "deep/bad: error: nonfinite" in done.stdout
     assert done.stderr == ""
 
 
@@ -134,7 +134,7 @@ def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path:
         for path in (tmp_path, tmp_path / "others"):
             done = call(command, path)
             assert (done.returncode, done.stdout) == (2, "")
-            assert f"{tmp_path}/others: has event files, but no run log" in done.stderr
+            assert f"{tmp_path}/others: event files without a run log" in done.stderr
     (tmp_path / "empty").mkdir()
     for command in ("summary", "alerts", "report"):
         done = call(command, tmp_path / "empty")

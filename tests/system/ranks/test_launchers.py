@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from telemetry import HookLogger
 from tests.helpers import launched
 from tests.helpers.frameworks import AlertFrom, mlp
 from tests.helpers.loops import load
+from tests.helpers.scripts import TORCHRUN, run_script
 
 VARIABLES = [
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS"),
@@ -80,14 +79,13 @@ def test_the_launchers_variables_give_the_rank_before_a_process_group_exists(
         assert ("stop here" in caplog.text) == logs
 
 
-def launch(*command: str) -> str:
+SCRIPT = Path(launched.__file__)
+
+
+def launch(folder: Path, script: str, *arguments: object) -> str:
     """Return stderr and stdout of two processes."""
     environment = {n: value for n, value in os.environ.items() if n not in VARIABLES}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr + done.stdout
+    return "".join(run_script(folder, script, *arguments, env=environment))
 
 
 def assert_logged_once(output: str, log_dir: Path) -> None:
@@ -99,19 +97,19 @@ def assert_logged_once(output: str, log_dir: Path) -> None:
 
 
 def test_one_process_of_mp_spawn_writes_and_logs(tmp_path: Path) -> None:
-    output = launch(launched.__file__, "spawn", str(tmp_path / "run"))
+    output = launch(tmp_path, SCRIPT.read_text(), "spawn", tmp_path / "run")
     assert_logged_once(output, tmp_path / "run")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 def test_one_process_of_lightning_writes_and_logs(tmp_path: Path) -> None:
-    output = launch(launched.__file__, "lightning", str(tmp_path / "run"))
+    output = launch(tmp_path, SCRIPT.read_text(), "lightning", tmp_path / "run")
     assert_logged_once(output, tmp_path / "run")
 
 
 def test_a_restart_by_torchrun_continues_each_curve(tmp_path: Path) -> None:
-    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1")
-    output = launch("-m", *torchrun, launched.__file__, "torchrun", str(tmp_path))
+    options = ("--nproc-per-node=2", "--standalone", "--max-restarts=1")
+    output = launch(tmp_path, TORCHRUN, *options, SCRIPT, "torchrun", tmp_path)
     assert output.count("tensorboard --logdir") == 2, "one rank speaks for all, at each attempt"
     assert "telemetry failed" not in output
     assert "the records hold" not in output

@@ -151,12 +151,11 @@ def test_a_live_process_is_reported_and_a_dead_one_is_not(
 ) -> None:
     run = tmp_path / "run"
     with start_script(tmp_path, LOGS_UNTIL_KILLED, run) as process:
-        assert process.stdout is not None
         child.append(int(process.stdout.readline()))
         with HookLogger(model, run):
             assert count(caplog, WRITTEN_TO) == 1
         process.kill()
-        process.wait(60)
+        process.wait()
         # Its forked children survive it for a while, like workers of a DataLoader.
         os.kill(child[0], 0)
         with HookLogger(model, run):

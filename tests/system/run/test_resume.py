@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from tests.helpers.interrupted_runs import RUNS, train
 from tests.helpers.loops import load, mlp, scalars
 from tests.helpers.paths import ROOT
 from tests.helpers.rules import rule
+from tests.helpers.scripts import run_script
 from tests.helpers.twins import Recorder
 
 
@@ -64,15 +63,9 @@ def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     for name, run in RUNS.items():
         whole[name], saved[name] = train(run, log_dir / name)
     torch.save(saved, log_dir / "checkpoints.pt")
-    script = ROOT / "tests" / "helpers" / "interrupted_runs.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(log_dir / "checkpoints.pt"), str(log_dir)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    return json.loads(json.dumps(whole)), json.loads(done.stdout)
+    script = (ROOT / "tests" / "helpers" / "interrupted_runs.py").read_text()
+    resumed, _ = run_script(log_dir, script, log_dir / "checkpoints.pt", log_dir)
+    return json.loads(json.dumps(whole)), json.loads(resumed)
 
 
 # In the list of an alert's fields.

@@ -199,12 +199,11 @@ def test_a_run_with_an_alert_and_no_step_has_a_report(
 
 
 def test_time_and_memory_are_a_line(tmp_path: Path, open_report: OpenReport) -> None:
-    write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms)
     phases = ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
     curves = {f"~run/time/{name}": {0: 0.1, 20: 0.1, 39: 0.1} for name in phases}
     curves["~run/time/data_wait_s"][39] = 0.9
     curves["~run/memory/host_rss_bytes"] = {0: 2**30, 20: 2 * 2**30, 39: 3 * 2**30}
-    write_dashboards(tmp_path / "demo", scalars=curves)
+    write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms, logged=curves)
     report = write_report(tmp_path / "demo")
     said = open_report(report).locator(".costs").inner_text()
     others = "forward 100 ms (8 %) · backward 100 ms (8 %) · optimizer 100 ms (8 %)"

@@ -60,6 +60,14 @@ def test_a_loss_that_rises_step_by_step_does_not_raise_its_own_limit(
     assert most >= 20
 
 
+@units
+@pytest.mark.parametrize("offset", [-5.0, 0.0, 5.0])
+def test_the_distance_of_a_loss_counts_ranges_above_the_highest(unit: float, offset: float) -> None:
+    window = after(losses(unit * (x + offset) for x in noise(1.0, 40))).loss.window
+    assert window.ranges_above(unit * (offset + 2.1)) == pytest.approx(5)
+    assert window.ranges_above(unit * (offset + 1.0)) == pytest.approx(-0.5)
+
+
 LEARNS = [5 - 0.04 * step for step in range(100)]
 
 

@@ -127,7 +127,9 @@ def test_a_persistent_symptom_escalates_a_cause_of_the_same_severity(severity: s
     assert (worse.kind, worse.step, worse.stage) == ("cause", 77, "escalated")
     assert (worse.value, worse.threshold, worse.severity) == (7.0, 9.0, severity)
     assert consequences(worse) == [("my_kind", None)]
-    assert worse.summary == "Seen (measured at step 5). Since step 77: 7 of 9 units"
+    assert (worse.summary, worse.measured_at, worse.added) == ("Seen", 5, "7 of 9 units")
+    assert worse.message.startswith("Since step 77: 7 of 9 units.\nSeen (measured at step 5).")
+    assert worse.news == "7 of 9 units."
     assert worse.advice == ("Advice",)
 
 
@@ -138,7 +140,7 @@ def test_a_warning_that_leads_to_an_error_escalates_once_with_all_consequences()
     [_, worse] = alerts_from(cause(*LONG, severity="warning"), effect(7), second, steps=8)
     assert (worse.stage, worse.severity, worse.step) == ("escalated", "error", 7)
     assert consequences(worse) == [("effect", None), ("my_effect", None)]
-    assert worse.summary == "Seen (measured at step 5). Since step 7: Seen; And"
+    assert (worse.summary, worse.measured_at, worse.added) == ("Seen", 5, "Seen; And")
     assert worse.title == "cause, then my effect at step 7"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from telemetry import Alert
-from telemetry.testing import alerts_of
+from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.scripted import record
@@ -55,6 +55,17 @@ def test_the_layer_that_passes_no_gradient_on_is_named(every: int) -> None:
     nn.init.constant_(model[-2].bias, -100.0)  # so that no output is above 0
     [alert] = train(rule("no_learning"), 80, model=model, every=every)
     assert (alert.module_name, alert.value) == (str(len(model) - 1), 0)
+
+
+def test_a_run_that_measures_no_weights_requests_no_full_step_for_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = Adam(model.parameters())
+    with capture_run(model, every_n_steps=20, measure=("activations", "gradients")) as run:
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+    assert [record.step for record in run.records if record.full] == [0, 20, 40]
 
 
 # --- the learning rate ---------------------------------------------------------------------------

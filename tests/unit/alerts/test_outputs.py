@@ -249,3 +249,6 @@ def test_the_advice_fits_a_saturated_function_and_a_dropout() -> None:
     [alert, *_] = train(rule("dead_units"), 60, model=dropped)
     assert alert.module_name == "2"
     assert "dropout" in alert.advice[0]
+    nn.init.constant_(dropped[0].bias[:28], -100.0)  # type: ignore[union-attr, index, arg-type]
+    [alert, *_] = train(rule("dead_units"), 60, model=dropped)
+    assert (alert.module_name, "dropout" in alert.advice[0]) == ("2", False)

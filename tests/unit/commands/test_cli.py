@@ -129,8 +129,8 @@ def test_alerts_decide_the_exit_status(
 ) -> None:
     write_demo(tmp_path, alert_at(5, "growing", severity=severity, stage=stage))
     shown = lines("alerts", tmp_path, *(["--fail-on", fail_on] if fail_on else []), status=status)
-    stages = "" if stage == "started" else f", {stage}"
-    assert shown[0] == f"step 5: {severity} exploding_gradient in growing{stages}"
+    stages = "" if stage == "started" else f" {stage}"
+    assert shown[0] == f"{severity}: exploding_gradient in growing{stages} at step 5"
     assert shown[1].startswith("  The gradi")
 
 
@@ -144,6 +144,9 @@ def test_an_alert_is_printed_with_its_cause_consequences_and_advice(tmp_path: Pa
     expected = ["  7 of 9. A jump.", "  Consequences: dead units in fc.", "  Lower it. Warm it up."]
     help_line = "telemetry help exploding_gradient explains it"
     assert lines("alerts", known, status=1)[1:] == [*expected, help_line]
+    write_demo(known, replace(alert, stage="escalated", added="More"))
+    title = "error: exploding_gradient in growing, then dead units in fc at step 5"
+    assert lines("alerts", known, status=1) == [title, "  More.", help_line]
     write_demo(own, replace(alert, kind="mine"))
     assert lines("alerts", own, status=1)[1:] == expected
     write_demo(tmp_path / "none")

@@ -272,7 +272,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
 def test_the_extension_compiles_with_the_headers_of_the_newest_installed_python(
     tmp_path: Path,
 ) -> None:
-    """Those of 3.13 require that some functions are inlined."""
+    """Headers of 3.13 require that some functions are inlined."""
     found = Path(sys.base_prefix).parent.glob("*/include/python3.1?/Python.h")
     default = Path(sysconfig.get_paths()["include"], "Python.h")
     newest = max(found, key=lambda header: header.parent.name, default=default).parent

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from torch.utils import tensorboard
 import telemetry
 from telemetry import HookLogger
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import start_script
 
 NUMBERS = ROOT / "tests" / "data" / "frozen_numbers.json"
 STEPS = 12
@@ -131,12 +131,18 @@ def _stored(state: Any) -> Any:
 
 def killed(log_dir: Path) -> None:
     """Run in a process that is killed before step 9; each step is flushed."""
-    command = [sys.executable, "-m", "tests.unit.run.test_frozen_numbers", "killed", str(log_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    script = """
+        import sys
+        from pathlib import Path
+        from tests.unit.run import test_frozen_numbers
+        test_frozen_numbers.train_until_killed(Path(sys.argv[1]))
+    """
+    with start_script(log_dir.parent, script, log_dir) as process:
+        _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
 
 
-def _killed(log_dir: Path) -> None:
+def train_until_killed(log_dir: Path) -> None:
     def kill(step: int, *run: Any) -> None:
         if step == 9:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -326,11 +332,8 @@ def test_numbers_of_a_run_stay(name: str, tmp_path: Path) -> None:
 
 
 def main() -> None:
-    """Write the numbers of the named programs; ``killed DIR``: be the program that ends itself."""
+    """Write the numbers of the named programs."""
     torch.set_num_threads(1)
-    if sys.argv[1:2] == ["killed"]:
-        _killed(Path(sys.argv[2]))
-        return
     found = json.loads(NUMBERS.read_text(encoding="utf-8"))
     for name in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:

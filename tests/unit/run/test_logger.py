@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +27,7 @@ from tests.helpers.loops import (
     written,
 )
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import run_script
 from tests.helpers.shell import run
 from tests.helpers.twins import Recorder
 
@@ -184,7 +183,7 @@ def test_closing_on_two_threads_at_once_raises_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_notebook_cell_can_run_again_and_continues_the_steps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The cell runs with the same model, a new one, and after a restart of the kernel."""
     page = (ROOT / "docs" / "howto" / "trainers.md").read_text(encoding="utf-8")
@@ -204,7 +203,7 @@ train = lambda model: train_steps(model, steps=3)
 model = mlp()
 {code}
 """
-    subprocess.run([sys.executable, "-c", after_restart], check=True)
+    run_script(tmp_path_factory.mktemp("script"), after_restart)
     steps = [step for _, step, value in written(tmp_path) if value.tag.endswith("grad_norm/total")]
     assert steps == list(range(12))
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]

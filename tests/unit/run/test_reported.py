@@ -9,8 +9,6 @@ import os
 import pickle
 import pty
 import struct
-import subprocess
-import sys
 import termios
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -196,6 +194,45 @@ def test_a_rule_or_callback_that_fails_is_logged_once_and_training_continues(
     assert len(scalars(tmp_path)) == 5
 
 
+class Unreadable(dict[str, Tensor]):
+    """Output of a module; its tensors cannot be listed."""
+
+    def values(self) -> Any:
+        raise OSError("unreadable")
+
+
+class Wrapping(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Unreadable(x=super().forward(x))
+
+
+class Unwrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Wrapping(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return dict.values(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "called"), [(Wrapping(4, 2), "the model"), (Unwrapping(), "inner")]
+)
+def test_a_measurement_that_fails_is_logged_once_with_its_module(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: nn.Module, called: str
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with HookLogger(model, tmp_path, every_n_steps=1) as logger:
+        for _ in range(3):
+            output = model(torch.ones(8, 4))
+            [x] = dict.values(output) if isinstance(output, dict) else output
+            x.sum().backward()
+            optimizer.step()
+    assert logger.current_step == 3
+    reports = [text for text in caplog.messages if "telemetry failed" in text]
+    assert reports == [f"telemetry failed to observe the output of {called}; training continues"]
+
+
 def train_with_nan(
     log_dir: Path,
     respond: Callable[[Alert], object] | None,
@@ -287,61 +324,64 @@ def test_a_notebook_shows_runs_alerts_and_results_of_a_check(tmp_path: Path) -> 
 FOLDERS = {"runs/first": "runs", "runs/second/": "runs", "third": ".", ".": "."}
 FOLDERS["my runs/first"] = "'my runs'"
 MAKES_LOGGERS = f"""
-import logging, os, sys
+import logging, sys
 from torch import nn
 from telemetry import HookLogger
-os.chdir(sys.argv[1])
-for stderr, level in zip(sys.argv[2::2], sys.argv[3::2]):
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-        continue
-    os.dup2(int(stderr), 2)
-    if level == "quiet":
-        logging.getLogger("telemetry").setLevel(logging.ERROR)
-    elif level != "unset":
-        logging.basicConfig(level=level)
-    for log_dir in {[*FOLDERS]}:
-        HookLogger(nn.Linear(2, 1), log_dir).close()
-    os._exit(0)
+if sys.argv[1] == "quiet":
+    logging.getLogger("telemetry").setLevel(logging.ERROR)
+elif sys.argv[1] != "unset":
+    logging.basicConfig(level=sys.argv[1])
+for log_dir in {[*FOLDERS]}:
+    HookLogger(nn.Linear(2, 1), log_dir).close()
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("terminal", "level", "beginning"),
+    [
+        (True, "WARNING", "\r\x1b[Jtelemetry: "),
+        (True, "INFO", "INFO:telemetry:"),
+        (False, "WARNING", None),
+        (False, "unset", "telemetry: "),
+        (True, "quiet", None),
+        (False, "quiet", None),
+    ],
+)
 def test_each_logger_shows_its_directory_and_the_command_that_shows_it_and_its_neighbors(
-    tmp_path: Path,
+    tmp_path: Path, terminal: bool, level: str, beginning: str | None
 ) -> None:
-    cases = [(True, "WARNING"), (True, "INFO"), (False, "WARNING"), (False, "unset")]
-    beginnings = ["\r\x1b[Jtelemetry: ", "INFO:telemetry:", None, "telemetry: "]
-    cases += [(True, "quiet"), (False, "quiet")]
-    beginnings += [None, None]
-    ends = [pty.openpty() if terminal else os.pipe() for terminal, _ in cases]
-    arguments = [
-        str(a) for (_, fd), (_, level) in zip(ends, cases, strict=True) for a in (fd, level)
+    printed = printed_on(terminal, tmp_path, MAKES_LOGGERS, level)
+    shown = [line for line in printed.split("\n") if "tensorboard" in line]
+    assert shown == [
+        f"{beginning}writing to {own}; to look at it: tensorboard --logdir {shared}"
+        for own, shared in FOLDERS.items()
+        if beginning is not None
     ]
-    command = [sys.executable, "-c", MAKES_LOGGERS, str(tmp_path), *arguments]
-    subprocess.run(command, check=True, pass_fds=[stderr for _, stderr in ends])
-    for (screen, stderr), beginning in zip(ends, beginnings, strict=True):
-        os.close(stderr)
-        try:
-            printed = os.read(screen, 65536).decode().replace("\r\n", "\n")
-        except OSError:  # Linux raises it for a closed terminal without text
-            printed = ""
+
+
+def printed_on(terminal: bool, folder: Path, script: str, *arguments: str) -> str:
+    """Return what a script prints in a folder to its stderr, a terminal of 50 columns or a pipe."""
+    screen, stderr = pty.openpty() if terminal else os.pipe()
+    if terminal:
+        fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 40, 50, 0, 0))
+    run_script(folder, script, *arguments, stderr=stderr, cwd=folder)
+    os.close(stderr)
+    try:
+        return os.read(screen, 65536).decode().replace("\r\n", "\n")
+    except OSError:  # Linux raises it for a closed terminal without text
+        return ""
+    finally:
         os.close(screen)
-        shown = [line for line in printed.split("\n") if "tensorboard" in line]
-        assert shown == [
-            f"{beginning}writing to {own}; to look at it: tensorboard --logdir {shared}"
-            for own, shared in FOLDERS.items()
-            if beginning is not None
-        ]
 
 
 MEETS_NAN_BESIDE_A_BAR = """
-import sys, torch
+import torch
 from tqdm import tqdm
 from telemetry import HookLogger
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-with HookLogger(model, sys.argv[1]) as logger:
+with HookLogger(model, "run") as logger:
     for step in tqdm(range(3)):
         optimizer.zero_grad()
         model(torch.full((4, 8), float("nan"))).sum().backward()
@@ -352,13 +392,7 @@ with HookLogger(model, sys.argv[1]) as logger:
 
 @pytest.mark.slow
 def test_a_terminal_shows_alerts_in_its_width_in_place_of_a_progress_bar(tmp_path: Path) -> None:
-    screen, stderr = pty.openpty()
-    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 40, 50, 0, 0))
-    command = [sys.executable, "-c", MEETS_NAN_BESIDE_A_BAR, str(tmp_path / "run")]
-    subprocess.run(command, check=True, stderr=stderr)
-    os.close(stderr)
-    printed = os.read(screen, 65536).decode().replace("\r\n", "\n")
-    os.close(screen)
+    printed = printed_on(True, tmp_path, MEETS_NAN_BESIDE_A_BAR)
     before, alert = printed.split("nonfinite at step 0", 1)
     assert before.endswith("\r\x1b[J")  # erases the bar
     assert "0/3" in before
