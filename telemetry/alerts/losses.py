@@ -33,12 +33,12 @@ class LossSpike(Detector):
     Silent: warm restarts, losses with heavy tails, jumps below 3 % of the first loss.
 
     A range is the highest minus the lowest of a hundred losses, without the latest. A harder task
-    also lets the loss jump: a note, once per hundred steps, as is a jump that stays for 20 steps
-    where half of the progress is lost. A new task changes gradients in the same step, broken
-    weights change them before. With tails without a mean (Pareto, index 1), one loss exceeds the
-    highest of ``n`` by ``k`` with probability ``1 / (k n)``: for a single batch, fewer losses and
-    heavy tails need more ranges. It resolves when :class:`Rise` is undone, or at a usual loss while
-    the rate is still high.
+    also lets the loss jump: a note, once per hundred steps and ten steps later, as an explosion may
+    explain it. So is a jump that stays for 20 steps where half of the progress is lost. A new task
+    changes gradients in the same step, broken weights change them before. With tails without a mean
+    (Pareto, index 1), one loss exceeds the highest of ``n`` by ``k`` with probability
+    ``1 / (k n)``: for a single batch, fewer losses and heavy tails need more ranges. It resolves
+    when :class:`Rise` is undone, or at a usual loss while the rate is still high.
     """
 
     kind = "loss_spike"

@@ -30,7 +30,8 @@ class NoLearning(Detector):
     """Steps from the first on move no weight noticeably. Or all gradients are exactly 0 for 50
     steps. Or losses are logged and no optimizer of this model steps.
 
-    Evidence: the largest update ratio, or the number of steps or losses.
+    Evidence: the largest update ratio, the number of steps or losses, the layer that passes no
+        gradient on.
     Causes: a tiny learning rate, a mask that hides all targets, an optimizer of another model.
     Remedies: raise the learning rate; check masks; call ``logger.step()`` for other optimizers.
     Silent: warm-up, the end of a schedule, converged runs.
@@ -84,13 +85,12 @@ class NoLearning(Detector):
         self._before = record.total_grad_norm_before_clipping or self._before
         if record.full:
             self._is_measured = bool(record.update_ratios)
+            self._end = _end_of_gradients(record)
         if record.update_ratios:
             self._evaluations += 1
             self._largest_ratio = max(self._largest_ratio, *matrix_ratios(record).values(), 0.0)
         is_zero = record.total_grad_norm == 0 and bool(record.grad_present.any())
         self._zeros = self._zeros + 1 if is_zero else 0
-        if record.full:
-            self._end = _end_of_gradients(record)
         end = self._end and f"{called(self._end)} gets a gradient and passes none on"
         if self._zeros >= self.zero_steps:
             loss = "" if record.loss is None else f", at a loss of {figure(record.loss, 4)}"
@@ -109,6 +109,7 @@ class NoLearning(Detector):
         few = self._evaluations < shared.SEVERAL and ratio <= self.update_ratio
         is_late = steps >= self.steps - shared.SEVERAL
         self.needs_full_step = few and is_late and self._is_measured
+        self.needs_full_step |= self._zeros == self.zero_steps - shared.FEWEST
         if few or steps < self.steps or ratio > self.update_ratio or record.loss == 0:
             return None
         if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:
@@ -138,7 +139,7 @@ class NoLearning(Detector):
 
 def _end_of_gradients(record: StepRecord) -> str | None:
     """Return the first module whose output gets a gradient, where no parameter gets one."""
-    if record.total_grad_norm > 0:
+    if record.total_grad_norm > 0 or record.total_grad_norm_before_clipping:
         return None
     grads = record.activation_grads
     return next(
