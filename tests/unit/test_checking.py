@@ -63,6 +63,15 @@ def test_a_usual_model_has_no_findings() -> None:
         assert 1 < result.loss < 2.5
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.2])
+def test_outputs_that_only_resemble_probabilities_are_logits(shift: float) -> None:
+    """The first are not negative; the others add up to one."""
+    normal = between(lambda head, h: F.relu(head(h)))
+    if shift:
+        normal = between(lambda head, h: head(h) - head(h).mean(1, keepdim=True) + shift)
+    assert "wrong_loss_input" not in {finding.kind for finding in check_classes(normal).findings}
+
+
 def dead() -> nn.Module:
     model = mlp(20, 64, 64, 5)
     nn.init.constant_(model[0].bias, -100.0)
