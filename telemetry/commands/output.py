@@ -83,21 +83,22 @@ class LogDirs:
 
     def opened(self) -> Iterator[tuple[Path, RunData]]:
         """Yield each run with its directory; those without a run log are skipped, in one line."""
-        opened, skipped = False, dict[str, list[str]]()
+        opened, skipped = False, list[str]()
         for log_dir in self.found:
             try:
                 run = open_run(log_dir)
             except (OSError, ValueError) as error:
                 if isinstance(error, NoTelemetryError) and log_dir not in self._given:
-                    skipped.setdefault(error.reason, []).append(str(log_dir))
+                    skipped.append(str(log_dir))
                 else:
                     self.fail(error)
                 continue
             opened = True
             yield log_dir, run
             report_problems(run.problems)
-        for reason_of_all, names in skipped.items():
-            report_problems([f"skipped {listed(names, _MOST_NAMES)}: {reason_of_all}"])
+        if skipped:
+            names = listed(skipped, _MOST_NAMES)
+            report_problems([f"skipped {names}: {NoTelemetryError.REASON}"])
         self.status = self.status if opened else 2
 
     def fail(self, error: OSError | ValueError) -> None:

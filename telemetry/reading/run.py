@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert, listed_alerts
-from telemetry.events.reading import list_event_files, read_events
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import closest, html_table, natural_key
 from telemetry.reading.distributions import histogram_table
@@ -204,19 +202,13 @@ def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> 
 
 
 class NoTelemetryError(ValueError):
-    """Event files without a run log; ``reason`` says why there is none."""
+    """Event files without a run log."""
 
-    def __init__(self, log_dir: Path) -> None:
-        self.reason = (
-            "event files without a run log (telemetry.*.runlog), of another program or copied "
-            "without it; TensorBoard shows their curves, and telemetry lint judges the loss"
-        )
-        events = chain.from_iterable(
-            read_events(path, lambda what, why: None) for path in list_event_files(log_dir)
-        )
-        if not any(event.summary.value for event in events):
-            self.reason = "no step is recorded yet"
-        super().__init__(f"{log_dir}: {self.reason}")
+    REASON = (
+        "no run log (telemetry.*.runlog): no step is recorded yet, another program has written the "
+        "event files, or they were copied without it. TensorBoard shows their curves, and "
+        "telemetry lint judges the loss"
+    )
 
 
 def is_of_run(name: str) -> bool:
@@ -273,7 +265,7 @@ def open_run(log_dir: Path, *, needs_log: bool = True) -> RunData:
         if problem := next(iter(found.directory.problems), ""):
             raise ValueError(problem)
         if needs_log:
-            raise NoTelemetryError(path)
+            raise NoTelemetryError(f"{path}: {NoTelemetryError.REASON}")
         found.directory.problems.add("layers and alerts", "there is no run log, telemetry.*.runlog")
     return found
 

@@ -331,7 +331,7 @@ class ActiveRun:
             return
         if response in ("raise", "stop"):
             self._ranks.raise_on_all(alert, raises=response == "raise")
-        elif alert.kind == "nonfinite" and alert.severity == "error":
+        elif alert.kind == "nonfinite" and alert.severity == "error" and not self._closed:
             self._failures.log_once(_GOES_ON)
 
     def _step_ended(self) -> None:

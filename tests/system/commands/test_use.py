@@ -134,7 +134,7 @@ def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path:
         for path in (tmp_path, tmp_path / "others"):
             done = call(command, path)
             assert (done.returncode, done.stdout) == (2, "")
-            assert f"{tmp_path}/others: event files without a run log" in done.stderr
+            assert f"{tmp_path}/others: no run log" in done.stderr
     (tmp_path / "empty").mkdir()
     for command in ("summary", "alerts", "report"):
         done = call(command, tmp_path / "empty")
@@ -143,6 +143,23 @@ def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path:
     done = call("summary", file)
     assert done.returncode == 2
     assert f"give the directory of the run: {runs / 'good'}" in done.stderr
+
+
+def test_runs_without_a_step_and_those_of_other_programs_are_skipped_in_one_line(
+    runs: Path, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 1)
+    loggers = [HookLogger(model, tmp_path / name) for name in ("a", "b")]
+    write_dashboards(tmp_path / "c", scalars={"loss": {0: 1.0}})
+    (tmp_path / "good").symlink_to(runs / "good", target_is_directory=True)
+    done = call("alerts", tmp_path)
+    [line] = done.stderr.splitlines()
+    names = ", ".join(str(tmp_path / name) for name in "abc")
+    assert line.startswith(f"telemetry: skipped {names}: no run log")
+    assert "no step is recorded yet" in call("summary", tmp_path / "a").stderr
+    for logger in loggers:
+        logger.close()
+    assert [path.name for path in tmp_path.glob("[ab]/*")] == []
 
 
 # --- terminals and pipes -----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -287,3 +288,18 @@ def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
     assert (page.link()["layer"], page.link()["step"]) == (".b", "4")
     answer()
     page.locator(".panel[data-steps='20']").wait_for()
+
+
+def test_two_runs_share_a_scale_that_shows_both(page: TelemetryPage) -> None:
+    """Each run alone fills the twelve decades of a scale."""
+    page.open(run="growing")
+    scale = page.frame.evaluate(
+        """async () => {
+          const { makeScale } = await import("/data/plugin/telemetry/static/scale.js");
+          const value = (first) => (_, i) => 10 ** (first + i / 10);
+          const decades = (first) => Float32Array.from({ length: 120 }, value(first));
+          return makeScale({ log: true }, "value", [decades(-20), decades(-2)]);
+        }"""
+    )
+    assert [round(math.log10(scale[end])) for end in ("low", "high")] == [-20, 10]
+    assert scale["isCut"] == [False, False]

@@ -339,6 +339,7 @@ def test_users_set_limits_and_severity_of_a_default_kind() -> None:
         [found] = alerts_of(records, [default_rule(config)])
         assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
     assert alerts_of(records, [default_rule({"learning_rate_zero": None})]) == []
+    default_rule({"dead_units": {"fraction": 1}})  # the largest share
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_passes_that_a_scaler_skips_are_recorded_as_one_step_with_their_origin(
         skipping_every_step(model, passes)
         assert logger.current_step == 0
     assert "a GradScaler skips such steps" in caplog.text
+    assert "training goes on" not in caplog.text  # it has ended
     [alert] = logger.alerts
     assert (alert.kind, alert.step) == ("nonfinite", 0)
     assert "the gradient of the loss" in alert.summary
