@@ -1,4 +1,8 @@
-"""Mistakes with usual methods, each with a twin; labels were written before anything ran."""
+"""Mistakes with usual methods, each with a twin; labels were written before anything ran.
+
+``half_without_scaler`` and ``energies_without_penalty`` were made larger afterwards: at first they
+did not break their run.
+"""
 
 from __future__ import annotations
 
