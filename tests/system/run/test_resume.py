@@ -114,9 +114,7 @@ def test_steps_after_the_checkpoint_are_hidden(tmp_path: Path, in_this_process: 
             logger.load_state_dict(state)
             loop(2)
     if not in_this_process:
-        with HookLogger(loop.model, tmp_path, every_n_steps=2) as logger:
-            logger.load_state_dict(state)
-            loop(2)
+        leave(tmp_path, 2, state, loop.model, every_n_steps=2)
     assert list(scalars(tmp_path)) == list(range(6))
     layers = telemetry.read(tmp_path).layers
     assert set(layers[layers.statistic == "grad_norm"].step) == set(range(6))

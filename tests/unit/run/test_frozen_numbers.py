@@ -105,21 +105,16 @@ def directory_used_twice(log_dir: Path) -> None:
 
 def resumed_twice(log_dir: Path) -> None:
     """Run to step 9, from 6 to 12 again, and from 11 on again, as after lost machines."""
-    first, second = 0, 9
     saved: dict[int, dict[str, Any]] = {}
-    for again in (6, 11, None):
 
-        def save(
-            step: int, logger: HookLogger, model: nn.Module, optimizer: torch.optim.Optimizer
-        ) -> None:
-            state = {"model": model, "optimizer": optimizer, "logger": logger}
-            if step in (6, 11):
-                plain_state = {name: part.state_dict() for name, part in state.items()}
-                saved[step] = torch.load(_stored(plain_state), weights_only=True)
+    def save(step: int, *run: Any) -> None:
+        parts = dict(zip(("logger", "model", "optimizer"), run, strict=True))
+        if step in (6, 11):
+            state = {name: part.state_dict() for name, part in parts.items()}
+            saved[step] = torch.load(_stored(state), weights_only=True)
 
-        train(log_dir, first=first, last=second, checkpoint=saved.get(first), before=save)
-        if again is not None:
-            first, second = again, STEPS if again == 6 else STEPS + 3
+    for first, last in ((0, 9), (6, STEPS), (11, STEPS + 3)):
+        train(log_dir, first=first, last=last, checkpoint=saved.get(first), before=save)
 
 
 def _stored(state: Any) -> Any:
@@ -155,10 +150,8 @@ def torn(log_dir: Path) -> None:
     train(log_dir)
     for path in log_dir.iterdir():
         if path.is_file() and path.stat().st_size > 100:
-            with path.open("r+b") as file:
-                head = file.read(20)
-                file.seek(0, os.SEEK_END)
-                file.write(head)
+            with path.open("ab") as file:
+                file.write(path.read_bytes()[:20])
 
 
 def gan(log_dir: Path) -> None:
@@ -173,8 +166,8 @@ def gan(log_dir: Path) -> None:
         for step in range(STEPS):
             real, _ = batch(step)
             noise = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-            on_fake = F.softplus(judges(makes(noise).detach())).mean()
-            loss_d = F.softplus(-judges(real)).mean() + on_fake
+            on_real = F.softplus(-judges(real)).mean()
+            loss_d = on_real + F.softplus(judges(makes(noise).detach())).mean()
             rates[1].zero_grad()
             loss_d.backward()
             rates[1].step()
@@ -226,15 +219,13 @@ def nan_batch(log_dir: Path) -> None:
 
 
 def explosion(log_dir: Path) -> None:
-    def disturb(
-        step: int, logger: HookLogger, model: nn.Sequential, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if step == 40:
-            with torch.no_grad():
-                model[2].weight.mul_(1e5)
+    model = mlp().double()  # in float32, differences between processors would grow
 
-    # In float32, the explosion would enlarge differences between processors.
-    train(log_dir, model=mlp().double(), last=50, before=disturb)
+    def disturb(step: int, *run: Any) -> None:
+        if step == 40:
+            model[2].weight.data.mul_(1e5)
+
+    train(log_dir, model=model, last=50, before=disturb)
 
 
 def died(log_dir: Path) -> None:
