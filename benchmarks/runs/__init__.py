@@ -13,6 +13,8 @@ from runs import (  # noqa: F401
     healthy,
     logged_after,
     low_precision,
+    methods,
+    mistakes,
     odd_inputs,
     origins,
     resources,

@@ -1,4 +1,4 @@
-"""Usual mistakes in other fields, each with a twin; no rule was made or changed for them."""
+"""Usual mistakes in other fields, each with a twin; no rule was made or changed to find them."""
 
 from __future__ import annotations
 

@@ -112,6 +112,7 @@ class ExplodingGradient(Detector):
     _blame: Blame = state(lambda: Blame())
     # Step, norm and its baseline of an explosion whose layer is not certain before a full step.
     _held: tuple[int, float, float] | None = state(None)
+    _latest_above: tuple[int, float, float] | None = state(None)  # the same of any high norm
     _steps_far_above: int = state(0)
     _steps_lasting: int = state(0)
     _amplified_steps: int = state(0)
@@ -174,10 +175,14 @@ class ExplodingGradient(Detector):
         explodes |= self._steps_lasting >= shared.FEWEST and lost and not self._may_be_from_loss
         led = baseline.gradients_led and baseline.large_step >= norm.jump_step
         explodes |= led and len(loss.high) >= shared.AGAIN
+        if record.total_grad_norm > norm.usual:
+            self._latest_above = record.step, record.total_grad_norm, norm.usual
         # After a jump of the rate, loss_divergence needs some losses.
         if not (explodes or self._held) or baseline.since_rate_jump < shared.RECENT:
             return None
-        step, total, usual = self._held or (record.step, record.total_grad_norm, norm.usual)
+        # It may be confirmed at a step without a gradient.
+        now_at = record.step, record.total_grad_norm, norm.usual
+        step, total, usual = self._held or self._latest_above or now_at
         waits = self.active_alert is None and self._blame.is_open
         self._held = (step, total, usual) if waits else None
         if waits:

@@ -33,12 +33,12 @@ class LossSpike(Detector):
     Silent: warm restarts, losses with heavy tails, jumps below 3 % of the first loss.
 
     A range is the highest minus the lowest of a hundred losses, without the latest. A harder task
-    also lets the loss jump: a note, once per hundred steps, as is a jump that stays for 20 steps
-    where half of the progress is lost. A new task changes gradients in the same step, broken
-    weights change them before. With tails without a mean (Pareto, index 1), one loss exceeds the
-    highest of ``n`` by ``k`` with probability ``1 / (k n)``: for a single batch, fewer losses and
-    heavy tails need more ranges. It resolves when :class:`Rise` is undone, or at a usual loss while
-    the rate is still high.
+    also lets the loss jump: a note, once per hundred steps and ten steps later, as an explosion may
+    explain it. So is a jump that stays for 20 steps where half of the progress is lost. A new task
+    changes gradients in the same step, broken weights change them before. With tails without a mean
+    (Pareto, index 1), one loss exceeds the highest of ``n`` by ``k`` with probability
+    ``1 / (k n)``: for a single batch, fewer losses and heavy tails need more ranges. It resolves
+    when :class:`Rise` is undone, or at a usual loss while the rate is still high.
     """
 
     kind = "loss_spike"
@@ -56,9 +56,19 @@ class LossSpike(Detector):
     _highest_batch: float = state(-math.inf)
     _jumped_at: int = state(-shared.NEVER)
     _noted_at: int = state(-shared.NEVER)
+    # A rise that only the inputs explain, unless an explosion is found in the next full steps.
+    _unexplained: LossJump | None = state(None)
     _rise: Rise | None = state(None)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        found, jump = self._judge(record, baseline), self._unexplained
+        is_due = jump is not None and record.step - jump.first.step >= shared.FEWEST
+        if jump is None or not (found or is_due):
+            return found
+        self._unexplained = None
+        return found or self._of_others(jump, record, baseline)
+
+    def _judge(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         loss, is_active = baseline.loss, self.active_alert is not None
         high, before = tuple(loss.high), self._before
         self._before = high
@@ -114,7 +124,8 @@ class LossSpike(Detector):
                 ),
                 batch_steps=range(early[0].step, batch + 1),
             )
-        return self._of_others(jump, record, baseline)
+        self._wait(jump, record, baseline)
+        return None
 
     def _for_good(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return a lasting loss of half of the progress."""
@@ -126,14 +137,19 @@ class LossSpike(Detector):
         jump = loss.jump_since(round(record.step - steps))
         # A GAN's loss drifts.
         is_jump = loss.median_of(shared.LATEST) > jump.limit
-        return self._of_others(jump, record, baseline) if is_jump else None
+        if is_jump:
+            self._wait(jump, record, baseline)
+        return None
 
-    def _of_others(self, jump: LossJump, record: StepRecord, baseline: Baseline) -> Finding | None:
-        """Return a rise that only the inputs explain."""
+    def _wait(self, jump: LossJump, record: StepRecord, baseline: Baseline) -> None:
+        """Note a rise without a reason later."""
         is_known = record.step - self._noted_at <= shared.LENGTH * baseline.interval
         self._noted_at = record.step
-        if baseline.since_rate_jump <= shared.FEWEST or is_known:
-            return None
+        if baseline.since_rate_jump > shared.FEWEST and not is_known:
+            self._unexplained = jump
+
+    def _of_others(self, jump: LossJump, record: StepRecord, baseline: Baseline) -> Finding:
+        """Return a rise that only the inputs explain."""
         return _found(
             jump,
             baseline,

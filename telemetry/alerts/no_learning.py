@@ -21,15 +21,17 @@ from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, m
 from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.mistakes import unusual_inputs
 from telemetry.layers import table
-from telemetry.plain_text import called_all, figure, steps_in_words
+from telemetry.plain_text import called, called_all, figure, steps_in_words
 from telemetry.records import Layout, StepRecord
+from telemetry.records.moments import rms_of
 
 
 class NoLearning(Detector):
     """Steps from the first on move no weight noticeably. Or all gradients are exactly 0 for 50
     steps. Or losses are logged and no optimizer of this model steps.
 
-    Evidence: the largest update ratio, or the number of steps or losses.
+    Evidence: the largest update ratio, the number of steps or losses, the layer that passes no
+        gradient on.
     Causes: a tiny learning rate, a mask that hides all targets, an optimizer of another model.
     Remedies: raise the learning rate; check masks; call ``logger.step()`` for other optimizers.
     Silent: warm-up, the end of a schedule, converged runs.
@@ -58,6 +60,7 @@ class NoLearning(Detector):
     _is_measured: bool = state(True)  # full steps measure updates
     _losses: int = state(0)
     _zeros: int = state(0)
+    _end: str | None = state(None)  # module behind which no gradient was, at the last full step
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
         if self._norms:
@@ -82,32 +85,38 @@ class NoLearning(Detector):
         self._before = record.total_grad_norm_before_clipping or self._before
         if record.full:
             self._is_measured = bool(record.update_ratios)
+            self._end = _end_of_gradients(record)
         if record.update_ratios:
             self._evaluations += 1
             self._largest_ratio = max(self._largest_ratio, *matrix_ratios(record).values(), 0.0)
         is_zero = record.total_grad_norm == 0 and bool(record.grad_present.any())
         self._zeros = self._zeros + 1 if is_zero else 0
+        end = self._end and f"{called(self._end)} gets a gradient and passes none on"
         if self._zeros >= self.zero_steps:
             loss = "" if record.loss is None else f", at a loss of {figure(record.loss, 4)}"
             return Finding(
                 summary=f"All gradients have been exactly 0 for {self._zeros} steps{loss}",
+                cause=end,
                 advice=(
                     "Check masks and weights of the loss, and that it depends on the parameters",
                     "End training if nothing is left to learn",
                 ),
                 value=self._zeros,
                 threshold=self.zero_steps,
+                module_name=self._end,
             )
         ratio, steps, now = self._largest_ratio, baseline.age + 1, median_high(self._norms)
         few = self._evaluations < shared.SEVERAL and ratio <= self.update_ratio
         is_late = steps >= self.steps - shared.SEVERAL
         self.needs_full_step = few and is_late and self._is_measured
+        self.needs_full_step |= self._zeros == self.zero_steps - shared.FEWEST
         if few or steps < self.steps or ratio > self.update_ratio or record.loss == 0:
             return None
         if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:
             return None
-        summary, cause, advice = "No parameter gets a gradient", None, _GRADIENT
+        summary, cause, advice = "No parameter gets a gradient", end, _GRADIENT
         if now > 0:
+            cause = None
             size = f" by more than {figure(ratio, 1)} of its size" if ratio else ""
             summary, advice = f"No step in {steps} steps moved any weight{size}", _RATE
             if record.learning_rates and not any(record.learning_rates):
@@ -115,11 +124,27 @@ class NoLearning(Detector):
         if now < shared.TINY * self._before:
             left, advice = (f"clipping leaves {figure(now, 2)}", _CLIP) if now > 0 else _ZEROED
             cause = f"The gradient norm is {figure(self._before, 2)} after backward(), and {left}"
-        limit = self.update_ratio
-        return Finding(summary=summary, cause=cause, advice=advice, value=ratio, threshold=limit)
+        return Finding(
+            summary=summary,
+            cause=cause,
+            advice=advice,
+            value=ratio,
+            threshold=self.update_ratio,
+            module_name=self._end if cause == end else None,
+        )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return self._largest_ratio <= self.update_ratio
+
+
+def _end_of_gradients(record: StepRecord) -> str | None:
+    """Return the first module whose output gets a gradient, where no parameter gets one."""
+    if record.total_grad_norm > 0 or record.total_grad_norm_before_clipping:
+        return None
+    grads = record.activation_grads
+    return next(
+        (name for name, size in zip(grads, rms_of(grads.rows), strict=True) if size > 0), None
+    )
 
 
 # Chosen manually.

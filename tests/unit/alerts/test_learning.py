@@ -48,6 +48,15 @@ def test_only_clipping_to_almost_zero_is_reported(limit: float, every: int) -> N
     assert [limit in figures(alert.cause) for alert in alerts] == [True] * (limit < 0.1)
 
 
+@every_interval
+def test_the_layer_that_passes_no_gradient_on_is_named(every: int) -> None:
+    model = net()
+    model.append(nn.ReLU())
+    nn.init.constant_(model[-2].bias, -100.0)  # so that no output is above 0
+    [alert] = train(rule("no_learning"), 80, model=model, every=every)
+    assert (alert.module_name, alert.value) == (str(len(model) - 1), 0)
+
+
 def test_a_run_that_measures_no_weights_requests_no_full_step_for_them() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = Adam(model.parameters())

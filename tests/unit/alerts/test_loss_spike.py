@@ -201,3 +201,15 @@ def test_a_spike_is_explained_and_names_the_onsets_of_the_page(tmp_path: Path) -
     assert movers
     named = re.findall(r"(\S+) \(([^ ]+)x above usual at step (\d+)\)", spike.summary)
     assert named == [(m["name"], f"{m['factor']:.3g}", str(m["step"])) for m in movers]
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(158, []), (164, [150])])
+def test_a_rise_without_a_reason_is_noted_later_as_an_explosion_may_explain_it(
+    steps: int, noted: list[int]
+) -> None:
+    alerts = spikes(steps, weight=lambda step: 50.0 if step >= 150 else 1.0, optimizer=_slow)
+    assert [(alert.severity, alert.step) for alert in alerts] == [("note", at) for at in noted]
+
+
+def _slow(parameters: Any) -> Adam:
+    return Adam(parameters, 1e-4)
