@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import pickle
 import threading
 import weakref
 from collections import OrderedDict, namedtuple
@@ -35,29 +34,27 @@ from telemetry.interventions import (
     scale_gradients,
     zero_gradients,
 )
+from telemetry.testing import capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.loops import batches, is_hooked, small_cnn
-from tests.helpers.twins import Recorder, assert_left_alone
+from tests.helpers.twins import assert_left_alone, by_pickle, by_saving
+
+Make = Callable[[nn.Module], Intervention]
 
 # --- gradients -----------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """Two layers that share the weight of a third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-        self.fc1 = nn.Linear(3, 3)
-        self.fc2 = nn.Linear(3, 3)
-        self.fc2.weight = self.fc1.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.fc1(self.encoder(x)).relu_())
-
-
-def net() -> Net:
+def net() -> nn.Module:
+    """An encoder and two layers that share a weight."""
     torch.manual_seed(0)
-    return Net()
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = Applied(encoded, encoder=encoder, fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3))
+    model.fc2.weight = model.fc1.weight
+    return model
+
+
+def encoded(model: Any, x: Tensor) -> Tensor:
+    return model.fc2(model.fc1(model.encoder(x)).relu_())
 
 
 def grads_after(model: nn.Module, passes: int = 1) -> dict[str, Tensor]:
@@ -113,22 +110,22 @@ def test_every_dtype_is_clipped(dtype: torch.dtype) -> None:
     assert torch.equal(model.weight.grad, torch.full((4, 4), 0.5).to(dtype))
 
 
-def test_sparse_gradients_are_changed_like_dense_ones() -> None:
-    rows = torch.tensor([1, 1, 2])
-    for make in (
+@pytest.mark.parametrize(
+    "make",
+    [
         lambda model: clip_gradients(model, max_norm=1.5),
         lambda model: clip_gradients(model, max_value=1.5),
         lambda model: scale_gradients(model, "*", -2.0),
-    ):
-        grads = []
-        for sparse in (False, True):
-            model = nn.Embedding(4, 2, sparse=sparse)
-            with make(model):
-                model(rows).sum().backward()
-            grad = model.weight.grad
-            assert grad.is_sparse == sparse
-            grads.append(grad.to_dense())
-        torch.testing.assert_close(grads[0], grads[1])
+    ],
+)
+def test_sparse_gradients_are_changed_like_dense_ones(make: Make) -> None:
+    models = [nn.Embedding(4, 2, sparse=sparse) for sparse in (False, True)]
+    for model in models:
+        with make(model):
+            model(torch.tensor([1, 1, 2])).sum().backward()
+    dense, sparse = (model.weight.grad for model in models)
+    assert sparse.is_sparse
+    torch.testing.assert_close(sparse.to_dense(), dense)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +183,7 @@ def test_the_clipping_bound_excludes_the_factor_of_a_scaler() -> None:
         torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-7)
 
 
-MAKERS: list[Callable[[nn.Module], Intervention]] = [
+MAKERS: list[Make] = [
     lambda model: clip_gradients(model, max_norm=0.1),
     lambda model: scale_gradients(model, "*", 0.5),
     lambda model: prune_activations(model, threshold=0.5),
@@ -194,23 +191,25 @@ MAKERS: list[Callable[[nn.Module], Intervention]] = [
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_removing_or_raising_restores_the_plain_network(
-    make: Callable[[nn.Module], Intervention],
-) -> None:
+def test_removing_or_raising_restores_the_plain_network(make: Make) -> None:
     plain, model = grads_after(net()), net()
     with suppress(ZeroDivisionError), make(model) as handle:
-        assert not all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
+        assert not same(grads_after(model), plain)
         raise ZeroDivisionError
     handle.remove()
     assert not is_hooked(model)
-    assert all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
+    assert same(grads_after(model), plain)
+
+
+def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(grad, expected[name]) for name, grad in got.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [MAKERS[0], MAKERS[2]])
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_a_compiled_model_is_changed_until_the_intervention_is_removed(
-    make: Callable[[nn.Module], Intervention], compiled_before: bool
+    make: Make, compiled_before: bool
 ) -> None:
     torch.compiler.reset()
     plain, model, twin = grads_after(net()), net(), net()
@@ -231,22 +230,17 @@ def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_copies_and_saved_models_have_no_intervention(
-    make: Callable[[nn.Module], Intervention], tmp_path: Path
-) -> None:
+def test_copies_and_saved_models_have_no_intervention(make: Make) -> None:
     plain, model = grads_after(net()), net()
     with make(model):
-        torch.save(model, tmp_path / "model.pt")
-        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
-        for other in copies:
-            assert all(torch.equal(g, plain[n]) for n, g in grads_after(other).items())
+        for copied in (copy.deepcopy, by_pickle, by_saving):
+            assert same(grads_after(copied(model)), plain)
 
 
-def test_interventions_combine_and_the_logger_records_the_result(tmp_path: Path) -> None:
-    model, recorder = net(), Recorder()
+def test_interventions_combine_and_the_logger_records_the_result() -> None:
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]):
+    with capture_run(model) as run:
         plain = grads_after(model)
         optimizer.step()
         with (
@@ -256,7 +250,7 @@ def test_interventions_combine_and_the_logger_records_the_result(tmp_path: Path)
         ):
             changed = grads_after(model)
             optimizer.step()
-    record = recorder.records[1]
+    record = run.records[1]
     names = [parameter.name for parameter in record.layout.parameters]
     norms = dict(zip(names, record.grad_norms, strict=True))
     assert [norms["encoder.0.weight"], norms["fc1.bias"]] == pytest.approx([0.01, 0.01])
@@ -286,17 +280,6 @@ class Answer:
     others: object = "logits"
 
 
-class Returns(nn.Module):
-    """Returns what a function makes of its input."""
-
-    def __init__(self, make: Callable[..., object]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, *args: Tensor, **options: object) -> object:
-        return self.make(*args, **options)
-
-
 X = torch.tensor([-2.0, -0.5, -0.49, 0.0, 0.3, 0.5, torch.nan, torch.inf])
 
 
@@ -316,7 +299,7 @@ def test_small_magnitudes_become_zero_and_have_no_gradient() -> None:
     "value", [torch.tensor([0, 1]), torch.tensor([False]), None, MappingProxyType({"a": X})]
 )
 def test_other_values_than_floating_point_tensors_are_unchanged(value: object) -> None:
-    model = Returns(lambda x: value)
+    model = Applied(lambda _, x: value)
     with prune_activations(model, threshold=0.5):
         assert model(X) is value
 
@@ -336,7 +319,7 @@ def test_other_values_than_floating_point_tensors_are_unchanged(value: object) -
 def test_every_structure_is_rebuilt_as_it_was(
     make: Callable[[Tensor], object], read: Callable[[object], list[Tensor]]
 ) -> None:
-    model = Returns(make)
+    model = Applied(lambda _, x: make(x))
     plain = model(X[:6])
     kept = [t.clone() for t in read(plain)]
     with prune_activations(model, threshold=0.5):
@@ -387,10 +370,10 @@ def test_capturing_changes_nothing_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_structures_and_keyword_arguments_are_traversed() -> None:
-    def make(x: Tensor, *, scale: Tensor, words: str = "") -> Answer:
+    def answer_to(_: nn.Module, x: Tensor, *, scale: Tensor, words: str = "") -> Answer:
         return Answer(x * scale, {"square": x * x, "index": x.argmax()})
 
-    model, x = Returns(make), torch.randn(3, requires_grad=True)
+    model, x = Applied(answer_to), torch.randn(3, requires_grad=True)
     with capture(model) as captured:
         answer = model(x, scale=torch.tensor(2.0), words="words")
         answer.values.sum().backward(retain_graph=True)
@@ -432,7 +415,7 @@ def test_without_gradients_only_values_are_captured(mode: Callable[[], Any]) -> 
 
 def test_reentrant_checkpointing_and_parameters_have_values_without_gradients() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
-    passes_on = Returns(lambda _: passes_on.rows)
+    passes_on = Applied(lambda m, x: m.rows)
     passes_on.rows = nn.Parameter(torch.ones(1, 2))
     for model, run in ((layer, checkpoint), (passes_on, lambda model, x, **_: model(x))):
         with capture(model) as captured:
@@ -466,12 +449,12 @@ def test_checkpointing_gives_each_call_its_gradient() -> None:
 
 
 def test_a_failed_call_is_not_kept_nor_are_its_inputs() -> None:
-    def make(x: Tensor) -> Tensor:
+    def one_more(_: nn.Module, x: Tensor) -> Tensor:
         if x < 0:
             raise ArithmeticError
         return x + 1
 
-    model = Returns(make)
+    model = Applied(one_more)
     with capture(model, calls=9) as captured:
         with pytest.raises(ArithmeticError):
             model(torch.tensor(-1.0))
@@ -498,20 +481,18 @@ def test_calls_of_concurrent_threads_have_their_own_inputs() -> None:
     assert all(torch.equal(c.inputs[0], c.outputs[0]) for c in calls)
 
 
-def test_capturing_gets_the_same_values_as_other_interventions_and_the_logger(
-    tmp_path: Path,
-) -> None:
-    model, recorder = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1)), Recorder()
+def test_capturing_gets_the_same_values_as_other_interventions_and_the_logger() -> None:
+    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with (
-        HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]),
+        capture_run(model) as run,
         capture(model) as captured,
         prune_activations(model, "1", threshold=0.5),
         clip_gradients(model, max_norm=1e-3),
     ):
         model(torch.randn(8, 3)).sum().backward()
         optimizer.step()
-    [record] = recorder.records
+    [record] = run.records
     zeros = (captured["1"].outputs[0] == 0).double().mean().item()
     assert zeros > 0.1
     assert record.activations["1"].sketch.zero_fraction == pytest.approx(zeros)

@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import telemetry
 from telemetry import HookLogger
 from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
+from tests.helpers.loops import finish
 from tests.helpers.require import needs_observable_graphs, require
-from tests.helpers.twins import assert_left_alone, one_step, run, training
+from tests.helpers.twins import assert_left_alone, loss_of, one_step, run, training
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 12, 16, 4
 
@@ -68,6 +69,10 @@ def batch(length: int = LENGTH) -> Tensor:
 
 def causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def one_row(length: int) -> Tensor:
+    return torch.arange(length)[None] < 5
 
 
 def banded(length: int) -> Tensor:
@@ -139,10 +144,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"is_causal": True}, {"mask": causal}),
     "bool mask": ({"attn_mask": banded}, {"mask": lambda length: banded(length)[0]}),
     "float mask": ({"attn_mask": sloped}, {"mask": sloped}),
-    "mask of one row": (
-        {"attn_mask": lambda length: torch.arange(length)[None] < 5},
-        {"mask": lambda length: torch.arange(length)[None] < 5},
-    ),
+    "mask of one row": ({"attn_mask": one_row}, {"mask": one_row}),
     "scale": ({"scale": 3.0}, {"scale": 3.0}),
 }
 if GROUPED:
@@ -194,21 +196,17 @@ def test_nan_is_not_hidden_and_rows_with_one_key_do_not_count() -> None:
     model = Net(attn_mask=lambda length: torch.eye(length, dtype=torch.bool))
     record = one_step(model, batch())
     assert np.isnan(record.attention["attn"].entropy).all()
-    model = Net()
     x = batch()
     x[0, 3, 2] = math.nan
-    record = one_step(model, x)
+    record = one_step(Net(), x)
     assert np.isnan(record.attention["attn"].logit_max).any()
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, mask: Tensor | None) -> None:
-        super().__init__()
-        self.self_attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.mask = mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.self_attn(x, x, x, attn_mask=self.mask, need_weights=False)[0]
+def self_attention(mask: Tensor | None) -> nn.Module:
+    return Applied(
+        lambda m, x: m.self_attn(x, x, x, attn_mask=mask, need_weights=False)[0],
+        self_attn=nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+    )
 
 
 @pytest.mark.parametrize("kind", ["attention", "masked attention", "encoder layers"])
@@ -219,7 +217,7 @@ def test_calls_inside_of_multihead_attention_are_measured(kind: str) -> None:
     layers: list[nn.Module] = [layer, copy.deepcopy(layer)]
     if kind != "encoder layers":
         allowed = causal(LENGTH) if kind == "masked attention" else allowed
-        layers = [SelfAttention(~allowed if kind == "masked attention" else None)]
+        layers = [self_attention(~allowed if kind == "masked attention" else None)]
     model, x = nn.Sequential(*layers), batch()
     before, [sample, *_] = copy.deepcopy(layers[0].self_attn), x
     record = one_step(model, x)
@@ -272,13 +270,9 @@ def test_checkpointing_measures_the_first_call(reentrant: bool) -> None:
 
 
 def test_under_autocast_the_logits_are_those_of_the_given_tensors() -> None:
-    class Model(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(x)
-
-    model = Model(is_causal=True)
-    record = one_step(model, batch())
+    model = Net(is_causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        record = one_step(model, batch())
     q, k = model.attn.seen
     assert q.dtype == torch.bfloat16
     assert_heads(record.attention["attn"], expected(q[0], k[0], mask=causal(LENGTH)))
@@ -336,33 +330,33 @@ def test_models_without_attention_are_soon_left_alone(name: str, seen: bool) -> 
             return super().forward(x) if len(modes) > 15 else self.embed(x)
 
     model = AttendsLate(type(name, (Attention,), {}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with capture_run(model, every_n_steps=1) as run:
-        for _ in range(20):
-            model(batch()).square().mean().backward()
-            optimizer.step()
+        finish(training(lambda m: loss_of(m, batch()), 20)(model, None))
     assert modes == [1] * 20 if seen else [1] * 10 + [0] * 10
     assert ("attn" in run.records[-1].attention) is seen
 
 
+class Fails(Net):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error: type[BaseException] | None = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        assert len(_get_current_function_mode_stack()) == 1
+        if self.error is not None:
+            raise self.error("planted")
+        return y
+
+
 def test_a_forward_that_raises_leaves_no_mode() -> None:
-    class Fails(Net):
-        fails = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            assert len(_get_current_function_mode_stack()) == 1
-            if self.fails:
-                raise RuntimeError("no memory")
-            return y
-
-    model = Fails()
+    model = Fails(RuntimeError)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with capture_run(model) as run:
-        with pytest.raises(RuntimeError, match="no memory"):
+        with pytest.raises(RuntimeError, match="planted"):
             model(batch())
         assert _get_current_function_mode_stack() == []
-        model.fails = False
+        model.error = None
         model(batch()).square().mean().backward()
         assert _get_current_function_mode_stack() == []
         optimizer.step()
@@ -370,13 +364,8 @@ def test_a_forward_that_raises_leaves_no_mode() -> None:
     assert not torch.nn.modules.module._global_forward_hooks_always_called
 
 
-class Interrupts(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-
 def test_a_mode_that_is_still_active_at_the_end_is_left() -> None:
-    model = Interrupts()
+    model = Fails(KeyboardInterrupt)
     with capture_run(model):
         with pytest.raises(KeyboardInterrupt):
             model(batch())
@@ -385,13 +374,7 @@ def test_a_mode_that_is_still_active_at_the_end_is_left() -> None:
 
 
 def test_modes_of_the_user_are_kept() -> None:
-    class Mine(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    outer, inner = Mine(), Mine()
+    outer, inner = BaseTorchFunctionMode(), BaseTorchFunctionMode()
 
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -496,8 +479,7 @@ def test_compiled_code_is_left_alone_and_the_log_says_so(
     with caplog.at_level(logging.INFO):
         watched = assert_left_alone(Model, loop, tmp_path)
     assert not any(record.attention for record in watched.full[1:])
-    lines = [m for m in caplog.messages if "entropy of attention" in m]
-    assert len(lines) == 1
+    assert len([m for m in caplog.messages if "entropy of attention" in m]) == 1
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import HookLogger
+from tests.helpers.applied import Applied
 from tests.helpers.hand import (
     TwoParts,
     assert_logged,
@@ -30,22 +31,6 @@ from tests.helpers.twins import Recorder, assert_left_alone, batch, loss_of, mlp
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def stepping(
-    passes: Callable[[nn.Module, HookLogger | None], object], steps: int = 3
-) -> Callable[..., Iterator[None]]:
-    """A loop in which ``passes`` does all forward and backward passes of a step."""
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
-        optimizer = sgd(model)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            passes(model, logger)
-            optimizer.step()
-            yield
-
-    return loop
 
 
 # --- several passes of one step -------------------------------------------------------------------
@@ -72,23 +57,28 @@ def test_gradients_through_the_graph_of_an_earlier_step_are_not_logged(tmp_path:
 
 
 def test_probes_by_autograd_grad_are_not_logged(tmp_path: Path) -> None:
-    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+    def probed(model: nn.Module) -> Tensor:
         x = batch().requires_grad_()
-        y = model(x).square().mean()
+        loss = loss_of(model, x)
         with not_training():
-            torch.autograd.grad(y, x, retain_graph=True)
-            torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
-        y.backward()
+            torch.autograd.grad(loss, x, retain_graph=True)
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return loss
 
-    check(mlp, stepping(passes), tmp_path)
+    check(mlp, training(probed), tmp_path)
 
 
 def test_a_backward_pass_that_builds_a_graph_is_logged(tmp_path: Path) -> None:
-    def passes(model: nn.Module, logger: HookLogger | None) -> None:
-        loss_of(model).backward(create_graph=True)
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        optimizer = sgd(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward(create_graph=True)
+            optimizer.step()
+            yield
 
     with pytest.warns(UserWarning, match="create_graph=True"):
-        check(mlp, stepping(passes), tmp_path)
+        check(mlp, loop, tmp_path)
 
 
 # --- passes that are not training -----------------------------------------------------------------
@@ -97,12 +87,12 @@ def test_a_backward_pass_that_builds_a_graph_is_logged(tmp_path: Path) -> None:
 def test_a_head_in_training_mode_is_logged_at_once_and_the_rest_from_the_second_step(
     tmp_path: Path,
 ) -> None:
-    def passes(model: Any, logger: HookLogger | None) -> None:
+    def of_the_head(model: Any) -> Tensor:
         model.eval()
         model[2].train()
-        loss_of(model).backward()
+        return loss_of(model)
 
-    outcome = assert_left_alone(mlp, stepping(passes), tmp_path)
+    outcome = assert_left_alone(mlp, training(of_the_head), tmp_path)
     assert [list(record.activations) for record in outcome.full] == [["2"], *[["0", "1", "2"]] * 2]
 
 
@@ -207,20 +197,18 @@ class Adjoint(torch.autograd.Function):
         return None, adjoint, *sums
 
 
-class Flow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(4, 6), nn.Linear(6, 2)
-        self.slope = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(Adjoint.apply(self.slope, self.before(x), *self.slope.parameters()))
+def flow() -> nn.Module:
+    return Applied(
+        lambda m, x: m.after(Adjoint.apply(m.slope, m.before(x), *m.slope.parameters())),
+        before=nn.Linear(4, 6), after=nn.Linear(6, 2),
+        slope=nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
+    )  # fmt: skip
 
 
 def test_a_function_that_only_runs_in_the_backward_pass_has_no_activation_gradients(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outcome = assert_left_alone(Flow, training(), tmp_path)
+    outcome = assert_left_alone(flow, training(), tmp_path)
     for record in outcome.full:
         assert {name: record.activations[name].calls for name in record.activations} == {
             "before": 1, "after": 1, "slope.0": 4, "slope.1": 4,
@@ -237,18 +225,12 @@ def test_a_function_that_only_runs_in_the_backward_pass_has_no_activation_gradie
 def test_feature_maps_of_selectively_checkpointed_convolutions_are_recorded(tmp_path: Path) -> None:
     """Pictures are copied inside of the region whose operations are cached."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3))
+    def make() -> nn.Module:
+        block = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3))
+        return Applied(lambda m, x: selective_checkpoint(m.block, x), block=block)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return selective_checkpoint(self.block, x.view(6, 1, 8, 8))
-
-    def passes(model: nn.Module, logger: HookLogger | None) -> None:
-        loss_of(model, torch.randn(6, 64)).backward()
-
-    outcome = assert_left_alone(Net, stepping(passes), tmp_path)
+    loop = training(lambda model: loss_of(model, torch.randn(6, 1, 8, 8)))
+    outcome = assert_left_alone(make, loop, tmp_path)
     assert list(outcome.full[0].activations) == ["block.0", "block.1", "block.2"]
     assert list(outcome.full[0].feature_maps) == ["block.0", "block.2"]
 
@@ -316,16 +298,14 @@ def test_steps_of_a_second_optimizer_are_counted_once_the_first_has_stopped(
 
 
 def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
-    class Gan(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-            self.discriminator = mlp()
+    def gan() -> nn.Module:
+        generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        return nn.ModuleList([generator, mlp()])
 
     recorders: list[Recorder] = []
 
     def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
-        g, d = model.generator, model.discriminator
+        g, d = model
         g_optimizer = torch.optim.Adam(g.parameters(), lr=0.01)
         d_optimizer = torch.optim.Adam(d.parameters(), lr=0.01)
         if logger is not None:
@@ -351,7 +331,7 @@ def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
             for each in loggers:
                 each.close()
 
-    assert_left_alone(Gan, loop, tmp_path)
+    assert_left_alone(gan, loop, tmp_path)
     g_records, d_records = (recorder.records for recorder in recorders)
     assert [record.step for record in g_records] == [0, 1, 2]
     assert [record.activations["0"].calls for record in g_records] == [1, 1, 1]
@@ -408,19 +388,13 @@ def test_the_callers_modes_receive_no_operations_of_the_logger(
 ) -> None:
     """Selective checkpointing is such a mode, and so are profilers and a default device."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(1, 2, 3)
-            self.wide = nn.Linear(72, 4000)  # too large to be copied
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.wide(self.conv(x.view(6, 1, 8, 8)).flatten(1))
+    def make() -> nn.Module:  # the last output is too large to be copied
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 4000))
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[str]:
         optimizer = sgd(model)
         for _ in range(3):
-            x, watching = torch.randn(6, 64), mode()
+            x, watching = torch.randn(6, 1, 8, 8), mode()
             watching.seen = []
             with watching:
                 optimizer.zero_grad()
@@ -428,6 +402,6 @@ def test_the_callers_modes_receive_no_operations_of_the_logger(
                 optimizer.step()
             yield from watching.seen
 
-    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=every_n_steps)
-    assert outcome.full[-1].activation_grads["wide"].calls == 1
+    outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=every_n_steps)
+    assert outcome.full[-1].activation_grads["2"].calls == 1
     assert outcome.yielded

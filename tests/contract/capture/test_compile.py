@@ -18,17 +18,11 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, StepRecord
+from telemetry.testing import capture_run
 from tests.helpers.hand import assert_logged, by_hand
 from tests.helpers.loops import scalars
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, needs_observable_graphs
-from tests.helpers.twins import (
-    Outcome,
-    Recorder,
-    assert_left_alone,
-    batch,
-    loss_of,
-    training,
-)
+from tests.helpers.twins import Outcome, assert_left_alone, batch, loss_of, training
 
 # The compiler warns of its own doings.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -77,18 +71,18 @@ def small_net() -> nn.Sequential:
 Compile = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 
 
-def whole(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
-    return torch.compile(model, **{"backend": "aot_eager", "fullgraph": True, **options})
+def whole(model: nn.Module, backend: Any = "aot_eager") -> Callable[[Tensor], Tensor]:
+    return torch.compile(model, backend=backend, fullgraph=True)
 
 
-def in_place(model: nn.Module, **options: Any) -> nn.Module:
-    model.compile(**{"backend": "aot_eager", "fullgraph": True, **options})
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager", fullgraph=True)
     return model
 
 
-def regional(model: Any, **options: Any) -> nn.Module:
+def regional(model: Any) -> nn.Module:
     for block in model.blocks:
-        block.compile(**{"backend": "aot_eager", "fullgraph": True, **options})
+        block.compile(backend="aot_eager", fullgraph=True)
     return model
 
 
@@ -114,7 +108,7 @@ def loop_with(
     return loop
 
 
-def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Module] = Net) -> None:
+def assert_values(outcome: Outcome, make: Callable[[], nn.Module] = Net) -> None:
     """Compare the logged values with those of the same model without the compiler."""
     hand = by_hand(make, loop_with(not_at_all, steps=len(outcome.records)))
     for record, step in zip(outcome.records, hand, strict=True):
@@ -127,7 +121,7 @@ def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Mod
 def test_a_compiled_model_is_logged_and_left_alone(tmp_path: Path, compiled: Compile) -> None:
     outcome = assert_left_alone(Net, loop_with(compiled), tmp_path, every_n_steps=3)
     assert [record.step for record in outcome.full] == [0, 3]
-    assert_values(outcome, compiled)
+    assert_values(outcome)
 
 
 @pytest.mark.skipif(GRAPHS_CAN_BE_OBSERVED, reason="for PyTorch before 2.13")
@@ -142,8 +136,7 @@ def test_graphs_that_cannot_be_observed_are_left_alone_and_the_log_says_so(
 
 @needs_observable_graphs
 def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path) -> None:
-    with_inductor = partial(whole, backend="inductor")
-    loop = loop_with(with_inductor, steps=4)
+    loop = loop_with(partial(whole, backend="inductor"), steps=4)
 
     def make() -> nn.Module:
         model = Net()
@@ -151,7 +144,7 @@ def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path)
         return model
 
     outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
-    assert_values(outcome, whole, make)
+    assert_values(outcome, make)
 
 
 @needs_observable_graphs
@@ -341,7 +334,7 @@ def test_a_model_of_torch_jit_is_logged_without_its_activations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     def make() -> Any:
-        model = small_net()
+        model = small_net()  # after some calls of a tanh, torch.jit itself rounds otherwise
         return torch.jit.script(model) if way == "script" else torch.jit.trace(model, batch())
 
     outcome = assert_left_alone(make, loop_with(not_at_all, steps=3), tmp_path, every_n_steps=2)
@@ -354,37 +347,34 @@ def test_a_model_of_torch_jit_is_logged_without_its_activations(
 
 # --- compiled before it is watched ----------------------------------------------------------------
 
-WAYS_OUT = ("before the first compiled call", "reset_code_caches", "force_eager")
 
-
-def trained_after_compiling(
-    compiled: Compile, tmp_path: Path, remedy: str = "none"
-) -> list[StepRecord]:
-    """Three steps of a model whose compiled code has run before the logger was made."""
-    model, recorder = Net(), Recorder()
+def trained_after_compiling(compiled: Compile, remedy: str = "none") -> list[StepRecord]:
+    """Three steps of a model whose compiled code has run before it was watched."""
+    model, steps = Net(), itertools.count()
     forward = compiled(model)
     forward(torch.randn(5, 4)).sum().backward()
 
     def loss(_: nn.Module) -> Tensor:
-        eager = remedy == "force_eager" and logger.current_step % 2 == 0
+        eager = remedy == "force_eager" and next(steps) % 2 == 0
         with torch.compiler.set_stance("force_eager" if eager else "default"):
             return forward(torch.randn(5, 4)).sum()
 
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
+    with capture_run(model, every_n_steps=2) as run:
         if remedy == "reset_code_caches":
             torch._dynamo.reset_code_caches()
-        assert len([*training(loss)(model, logger)]) == 3
-    return recorder.records
+        assert len([*training(loss)(model, None)]) == 3
+    return run.records
 
 
 @needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_model_that_was_compiled_before_is_reported_with_the_remedies(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile
+    caplog: pytest.LogCaptureFixture, compiled: Compile
 ) -> None:
-    records = trained_after_compiling(compiled, tmp_path)
+    records = trained_after_compiling(compiled)
     [message] = [r.getMessage() for r in caplog.records if "compiled before" in r.getMessage()]
-    assert all(way in message for way in WAYS_OUT)
+    for remedy in ("before the first compiled call", "reset_code_caches", "force_eager"):
+        assert remedy in message
     if compiled is regional:
         assert "4 of 7 watched modules" in message
         assert "blocks.0.linear" in message
@@ -394,9 +384,9 @@ def test_a_model_that_was_compiled_before_is_reported_with_the_remedies(
 @needs_observable_graphs
 @pytest.mark.parametrize("remedy", ["reset_code_caches", "force_eager"])
 def test_dropping_the_compiled_code_or_running_logged_steps_eagerly_is_a_remedy(
-    tmp_path: Path, remedy: str
+    remedy: str,
 ) -> None:
-    records = trained_after_compiling(whole, tmp_path, remedy)
+    records = trained_after_compiling(whole, remedy)
     assert [len(record.activations) for record in records] == [7, 0, 7]
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as optim_module
+from torch.optim import optimizer as optimizers
 
 import telemetry
 from telemetry import HookLogger
+from telemetry.testing import capture_run
 from tests.helpers.loops import hook_count
 from tests.helpers.twins import (
-    Recorder,
     assert_left_alone,
     assert_same,
     by_pickle,
@@ -65,10 +65,10 @@ COPIES = [copy.deepcopy, by_pickle, by_saving]
 @pytest.mark.parametrize("make_copy", COPIES)
 @pytest.mark.parametrize("steps", [0, 1, 2])  # at 0 and 2 a step is measured
 def test_a_copied_model_works_and_logs_nothing(
-    tmp_path: Path, make_copy: Callable[[nn.Module], nn.Module], steps: int
+    make_copy: Callable[[nn.Module], nn.Module], steps: int
 ) -> None:
-    model, recorder = Net(), Recorder()
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
+    model = Net()
+    with capture_run(model, every_n_steps=2) as run:
         optimizer = train(model, steps)
         twin = make_copy(model)
         assert hook_count(twin) == 0
@@ -77,10 +77,11 @@ def test_a_copied_model_works_and_logs_nothing(
         twin(x * 100)
         twin(x * 100).sum().backward()
         torch.optim.SGD(twin.parameters(), lr=0.1).step()
-        assert logger.current_step == steps
+        assert len(run.records) == steps
         model(x).sum().backward()
         optimizer.step()
-    record = recorder.records[-1]
+    record = run.records[-1]
+    assert record.step == steps
     if record.full:
         assert [tensor.calls for tensor in record.activations.values()] == [1, 1, 1]
 
@@ -140,11 +141,8 @@ def test_a_saved_model_loads_where_telemetry_is_not_installed(tmp_path: Path) ->
         model = torch.load(sys.argv[1], weights_only=False)
         print(model(torch.ones(1, 2)).shape)
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "model.pt")],
-        check=True,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "model.pt")]
+    subprocess.run(command, check=True, cwd=tmp_path)
 
 
 def test_state_dicts_of_a_watched_model_and_its_optimizer_contain_nothing_of_the_logger(
@@ -228,27 +226,23 @@ def test_replicas_of_data_parallel_are_not_logged(
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> None:
-    global_hooks = (
-        optim_module._global_optimizer_pre_hooks,
-        optim_module._global_optimizer_post_hooks,
-    )
-    before = [len(hooks) for hooks in global_hooks]
-    ours = of_ours()
-    model = Net()
+    pre, post = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    before = len(pre), len(post)
+    ours, model = of_ours(), Net()
     state = {name: set(vars(module)) for name, module in model.named_modules()}
     replaced = weakref.ref(model.head)
     logger = HookLogger(model, tmp_path, every_n_steps=2)
     optimizer = train(model, steps)
     other = nn.Linear(2, 2)
     with HookLogger(other, tmp_path / "other"):  # one hook: threads iterate over them
-        assert [len(hooks) for hooks in global_hooks] == [count + 1 for count in before]
+        assert (len(pre), len(post)) == (before[0] + 1, before[1] + 1)
     model.head = nn.Linear(72, 3)
     gc.collect()
     assert replaced() is None
     logger.close()
     del logger
     assert hook_count(model) == 0
-    assert [len(hooks) for hooks in global_hooks] == before
+    assert (len(pre), len(post)) == before
     assert {name: set(vars(module)) for name, module in model.named_modules()} == state
     assert not hasattr(nn.Module, "__prepare_scriptable__")
     assert of_ours() <= ours
@@ -261,8 +255,7 @@ def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> 
 def test_a_logger_that_is_dropped_does_not_keep_the_model(
     tmp_path: Path, make: Callable[[], nn.Module], steps: int, in_a_step: bool
 ) -> None:
-    ours = of_ours()
-    model = make()
+    ours, model = of_ours(), make()
     x = batch() if isinstance(model, Net) else torch.rand(2, 64)
     HookLogger(model, tmp_path, every_n_steps=2, modules=nn.Module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import telemetry
 from telemetry import HookLogger, StepRecord
-from telemetry.testing import alerts_of
+from telemetry.testing import alerts_of, capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, require
-from tests.helpers.twins import Loop, Outcome, Recorder, assert_left_alone, run, training
+from tests.helpers.twins import Loop, assert_left_alone, run, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # 2.4
 
@@ -48,25 +50,19 @@ def cnn() -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = wide(), nn.Linear(300, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=False))
+def checkpointed() -> nn.Module:
+    forward = lambda m, x: m.head(checkpoint(m.block, x, use_reentrant=False))  # noqa: E731
+    return Applied(forward, block=wide(), head=nn.Linear(300, 7))
 
 
-class Slices(nn.Module):
+def slices() -> nn.Module:
     """Its outputs are parts of a tensor, with gaps."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.both, self.first, self.second = nn.Linear(300, 800), nn.Identity(), nn.Identity()
+    def forward(m: Any, x: Tensor) -> Tensor:
+        one, two = m.both(x).chunk(2, dim=-1)
+        return m.first(one) * m.second(two)
 
-    def forward(self, x: Tensor) -> Tensor:
-        one, two = self.both(x).chunk(2, dim=-1)
-        return self.first(one) * self.second(two)
+    return Applied(forward, both=nn.Linear(300, 800), first=nn.Identity(), second=nn.Identity())
 
 
 def tensor_parallel() -> nn.Module:
@@ -98,8 +94,8 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "large tensors": (wide, loop(250, 300)),
     "bfloat16": (wide, loop(250, 300, dtype=torch.bfloat16)),
     "channels_last": (cnn, loop(16, 3, 24, 24)),
-    "checkpointing": (Checkpointed, loop(250, 300)),
-    "slices": (Slices, loop(250, 300)),
+    "checkpointing": (checkpointed, loop(250, 300)),
+    "slices": (slices, loop(250, 300)),
     "tensor parallel": (tensor_parallel, loop(250, 300)),
     "compiled": (compiled, loop(250, 300)),
 }
@@ -174,7 +170,7 @@ def test_a_gradient_whose_norm_leaves_float32_is_finite_at_a_full_step(
             yield loss
 
     elsewhere(monkeypatch)
-    outcome: Outcome = run(lambda: nn.Sequential(nn.Linear(3, 2)), large, tmp_path)
+    outcome = run(lambda: nn.Sequential(nn.Linear(3, 2)), large, tmp_path)
     huge, infinite = outcome.full
     assert huge.grad_finite.all()
     assert huge.grad_norms[0] == pytest.approx(6**0.5 * 1e25, rel=1e-6)
@@ -215,25 +211,22 @@ def test_an_infinite_norm_of_an_ordinary_step_is_not_called_nonfinite_before_the
 
 
 def test_norms_that_overflow_before_a_fused_optimizer_unscales_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     elsewhere(monkeypatch)
-    recorder = Recorder()
     model = nn.Linear(3, 1, bias=False)
-    optimizer, scaler = (
-        torch.optim.Adam(model.parameters(), fused=True),
-        torch.amp.GradScaler("cpu"),
-    )
-    with HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]):
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with capture_run(model) as run:
         for scale in (1.0, float("inf"), 1e17):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(2, 3)).sum() * scale).backward()
             scaler.step(optimizer)
             scaler.update()
-    _, skipped, large = recorder.records
+    _, skipped, large = run.records
     assert skipped.skipped
     assert np.isinf(skipped.grad_norms)
     assert not skipped.grad_finite
     np.testing.assert_allclose(large.grad_norms, 2e17 * 3**0.5)
     assert large.grad_finite
-    assert all(record.outputs for record in recorder.records)
+    assert all(record.outputs for record in run.records)

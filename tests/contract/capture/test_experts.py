@@ -18,8 +18,10 @@ from torch.nn import functional as F
 import telemetry
 from telemetry import HookLogger
 from telemetry.capture.experts import Router, routers, tokens_per_expert
+from telemetry.testing import capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.require import needs_observable_graphs
-from tests.helpers.twins import Recorder, assert_left_alone
+from tests.helpers.twins import assert_left_alone
 
 EXPERTS = 6
 
@@ -131,10 +133,10 @@ def test_statistics_equal_their_definitions_and_experts_are_units(tmp_path: Path
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_loads_in_compiled_graphs_are_counted(tmp_path: Path) -> None:
+def test_loads_in_compiled_graphs_are_counted() -> None:
     torch.compiler.reset()
-    built, recorder = model(), Recorder()
-    with HookLogger(built, tmp_path, every_n_steps=1, alerts=[recorder]):
+    built = model()
+    with capture_run(built) as run:
         compiled = torch.compile(built, backend="eager")
         optimizer = torch.optim.SGD(built.parameters(), 0.1)
         for _ in range(2):
@@ -143,14 +145,12 @@ def test_loads_in_compiled_graphs_are_counted(tmp_path: Path) -> None:
                 wanted = built[1].router(built[0](x)).topk(2).indices
             compiled(x).square().mean().backward()
             optimizer.step()
-    assert recorder.records[-1].expert_loads["1.router"].tolist() == counted([wanted])
+    assert run.records[-1].expert_loads["1.router"].tolist() == counted([wanted])
 
 
 def test_a_number_of_experts_or_a_list_beside_a_router_makes_it_one() -> None:
     def found(**children: nn.Module) -> Router | None:
-        parent = nn.Module()
-        for name, child in children.items():
-            parent.add_module(name, child)
+        parent = Applied(lambda m: None, **children)
         return routers(nn.Sequential(parent)).get(id(children.get("gate")))
 
     gate = nn.Linear(4, 3, bias=False)
@@ -211,7 +211,7 @@ def qwen(transformers: Any, common: dict[str, int]) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [mixtral, deepseek, qwen])
 def test_loads_of_language_models_equal_what_their_experts_receive(
-    tmp_path: Path, make: Callable[[Any, dict[str, int]], nn.Module]
+    make: Callable[[Any, dict[str, int]], nn.Module],
 ) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     torch.manual_seed(0)
@@ -219,19 +219,19 @@ def test_loads_of_language_models_equal_what_their_experts_receive(
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 4,
     }  # fmt: skip
-    built, recorder, received = make(transformers, common), Recorder(), {}
+    built, received = make(transformers, common), {}
     for name, module in built.named_modules():
         if name.endswith("mlp.experts"):
             gate = name.replace("experts", "gate")
             module.register_forward_pre_hook(
                 lambda _, args, gate=gate: received.update({gate: counts_of(args[1])})
             )
-    with HookLogger(built, tmp_path, every_n_steps=1, alerts=[recorder]):
+    with capture_run(built) as run:
         optimizer = torch.optim.AdamW(built.parameters(), 1e-3)
         tokens = torch.randint(0, 64, (4, 16))
         built(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-    loads = recorder.records[-1].expert_loads
+    loads = run.records[-1].expert_loads
     assert len(loads) == 2
     assert {name: load.tolist() for name, load in loads.items()} == received
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from telemetry import HookLogger
+from telemetry.testing import capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.require import needs_observable_graphs
 from tests.helpers.twins import (
-    Recorder,
     assert_left_alone,
     by_pickle,
     by_saving,
+    mlp,
     one_step,
     run,
     training,
@@ -224,11 +226,11 @@ def test_training_towards_frozen_copies_is_left_alone(
     assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
 
 
-def test_a_module_with_user_hooks_is_measured_after_them(tmp_path: Path) -> None:
-    model, recorder = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Recorder()
+def test_a_module_with_user_hooks_is_measured_after_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model[0].register_forward_hook(lambda module, args, output: output * 0 + 3)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+    with capture_run(model) as run:
         twins = []
         # Also one that comes later.
         handle = model[1].register_forward_hook(lambda module, args, output: output * 0 + 5)
@@ -238,43 +240,31 @@ def test_a_module_with_user_hooks_is_measured_after_them(tmp_path: Path) -> None
         optimizer.step()
         handle.remove()
     assert [len(module._forward_hooks) for module in twins[0]] == [1, 1]
-    record = recorder.records[0]
+    record = run.records[0]
     assert [record.activations[name].sketch.max for name in "01"] == [3, 5]
     assert record.activations["0"].calls == 1
 
 
 def test_a_module_that_calls_itself_is_measured_each_time() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            return x * self.weight if depth == 0 else self(x, depth - 1) + 1
+    def forward(m: Any, x: Tensor, depth: int = 2) -> Tensor:
+        return x * m.weight if depth == 0 else m(x, depth - 1) + 1
 
     for hooked in (False, True):
-        model = Nested()
+        model = Applied(forward)
+        model.weight = nn.Parameter(torch.ones(()))
         if hooked:
             model.register_forward_hook(lambda module, args, output: None)
         assert one_step(model, torch.ones(3)).activations[""].calls == 3
         assert len(model._forward_hooks) == hooked
 
 
-def evaluated_eagerly(model: nn.Module, compiled: Any) -> Tensor:
-    return evaluate(model.eval())
-
-
-def evaluated_in_a_graph(model: nn.Module, compiled: Any) -> Tensor:
-    return evaluate(compiled.eval())
-
-
 @pytest.mark.slow
 @needs_observable_graphs
-@pytest.mark.parametrize("evaluated", [evaluated_eagerly, evaluated_in_a_graph])
+@pytest.mark.parametrize("in_a_graph", [False, True])
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_a_compiled_encoder_is_evaluated_unchanged_and_not_recompiled(
-    tmp_path: Path, evaluated: Callable[..., Tensor], every_n_steps: int
+    tmp_path: Path, in_a_graph: bool, every_n_steps: int
 ) -> None:
     from torch._dynamo.utils import counters
 
@@ -285,12 +275,13 @@ def test_a_compiled_encoder_is_evaluated_unchanged_and_not_recompiled(
             logger.remove()
             logger.attach()
         compiled: Any = torch.compile(model, backend="eager")
+        evaluated = compiled if in_a_graph else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(5):
-            yield evaluated(model, compiled)
+            yield evaluate(evaluated.eval())
             compiled.train()
             yield train_step(model, optimizer, compiled(batch()).square().mean())
-            yield evaluated(model, compiled)
+            yield evaluate(evaluated.eval())
             if step == 2:
                 graphs.append(counters["stats"]["unique_graphs"])
         graphs.append(counters["stats"]["unique_graphs"])
@@ -308,7 +299,7 @@ def test_a_compiled_encoder_is_evaluated_unchanged_and_not_recompiled(
 @needs_observable_graphs
 def test_a_compiled_model_warns_only_of_global_hooks_of_the_user(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = mlp()
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with HookLogger(model, tmp_path, every_n_steps=2), warnings.catch_warnings():
@@ -343,8 +334,7 @@ def test_steps_that_are_not_measured_have_no_hooks_though_something_else_is_comp
             double(torch.ones(2, dtype=[torch.int8, torch.int16, torch.int32][step % 3]))
             hooks.append(hook_counts(model))
 
-    make = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
-    outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
+    outcome = assert_left_alone(mlp, loop, tmp_path, every_n_steps=3)
     assert hooks == [0] * 10
     assert [len(record.activations) for record in outcome.records] == [3, 0, 0, 3, 0]
     torch._dynamo.reset()
@@ -353,15 +343,10 @@ def test_steps_that_are_not_measured_have_no_hooks_though_something_else_is_comp
 def test_a_watched_module_has_no_visible_hooks(tmp_path: Path) -> None:
     seen = []
 
-    class Inspecting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
+    def inspected(m: Any, x: Tensor) -> Tensor:
+        seen.append(hook_counts(m))
+        return m.inner(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(hook_counts(self))
-            return self.inner(x)
-
-    outcome = run(Inspecting, training(), tmp_path)
+    outcome = run(lambda: Applied(inspected, inner=nn.Linear(4, 4)), training(), tmp_path)
     assert outcome.full[0].activations["inner"].calls == 1
     assert seen == [0, 0, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from telemetry import HookLogger, Output
 from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
 from tests.helpers.hand import assert_logged, assert_tensor, by_hand, check, not_training
-from tests.helpers.twins import Recorder, assert_left_alone, batch, loss_of, run, training
+from tests.helpers.loops import finish
+from tests.helpers.twins import assert_left_alone, batch, loss_of, run, training
 
 plain = training(steps=2)
 
@@ -132,21 +134,11 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-class Returning(nn.Module):
+def packing(pack: Callable[[Tensor, Tensor], Any]) -> nn.Module:
     """A leaf module that packs two tensors by ``pack``."""
-
-    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3))
-        self.pack = pack
-
-    def forward(self, x: Tensor) -> Any:
-        y = x @ self.weight
-        return self.pack(y.tanh(), y.sigmoid())
-
-
-def wrapped(pack: Callable[[Tensor, Tensor], Any]) -> nn.Module:
-    return nn.ModuleDict({"inner": Returning(pack)})
+    inner = Applied(lambda m, x: pack((x @ m.weight).tanh(), (x @ m.weight).sigmoid()))
+    inner.weight = nn.Parameter(torch.randn(4, 3))
+    return nn.ModuleDict({"inner": inner})
 
 
 PACKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], list[Tensor]]]] = {
@@ -164,7 +156,7 @@ PACKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], list[Ten
 def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> None:
     pack, flatten = PACKS[name]
     loop = training(lambda m: sum(t.square().mean() for t in flatten(m["inner"](batch()))), 2)
-    outcome, _ = check(lambda: wrapped(pack), loop, tmp_path, flatten=flatten)
+    outcome, _ = check(lambda: packing(pack), loop, tmp_path, flatten=flatten)
     record = outcome.full[0]
     assert list(record.outputs) == [Output("inner"), Output("inner", 1)]
     assert set(record.output_grads) == {Output("inner"), Output("inner", 1)}
@@ -172,18 +164,14 @@ def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> N
     assert record.activations["inner"].sketch.sum == record.outputs[Output("inner")].sketch.sum
 
 
-class ReturnsNothing(nn.Module):
-    """Module that stores its result and accepts keyword arguments only."""
+def storing() -> nn.Module:
+    """A model that stores its result and accepts keyword arguments only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.sink = nn.Identity()
+    def forward(m: Any, *, x: Tensor) -> None:
+        m.result = m.linear(input=x)
+        m.sink(input=x)
 
-    def forward(self, *, x: Tensor) -> None:
-        self.result = self.linear(input=x)
-        self.sink.forward = lambda input: None  # type: ignore[method-assign]
-        self.sink(input=x)
+    return Applied(forward, linear=nn.Linear(4, 2), sink=Applied(lambda m, input: None))
 
 
 def test_a_call_by_keyword_and_an_output_of_none_are_left_alone(tmp_path: Path) -> None:
@@ -191,7 +179,7 @@ def test_a_call_by_keyword_and_an_output_of_none_are_left_alone(tmp_path: Path) 
         assert model(x=batch()) is None
         return model.result.square().mean()
 
-    check(ReturnsNothing, training(step, 2), tmp_path, flatten=lambda o: [] if o is None else [o])
+    check(storing, training(step, 2), tmp_path, flatten=lambda o: [] if o is None else [o])
 
 
 def table() -> nn.Module:
@@ -262,18 +250,18 @@ def indexing() -> nn.Module:
 
 
 def test_indices_counts_and_masks_do_not_count_in_statistics_of_a_layer(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, recorder = indexing(), Recorder()
     returned: dict[str, list[Tensor]] = {}
-    for name, module in model.named_children():
-        module.register_forward_hook(
-            lambda _, __, output, name=name: returned.update({name: floats_in(output)})
-        )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-        model(torch.randn(3, 200)).square().sum().backward()
-        optimizer.step()
-    [record] = recorder.records
+
+    def make() -> nn.Module:
+        model = indexing()
+        for name, module in model.named_children():
+            module.register_forward_hook(
+                lambda _, __, output, name=name: returned.update({name: floats_in(output)})
+            )
+        return model
+
+    loop = training(lambda model: model(torch.randn(3, 200)).square().sum(), 1)
+    [record] = run(make, loop, tmp_path).records
     assert {str(output) for output in record.outputs} == {
         *("conv", "pool", "rnn", "rnn[2]", "rnn[3]", "gate[1]")
     }
@@ -325,24 +313,21 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
                     CHANGES[change](model)
                     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
                 if moment == "before":
-                    outputs, value = {}, torch.randn(3, 4)
-                    for name, layer in model.named_children():
-                        outputs[name] = layer.weight if isinstance(layer, nn.Linear) else None
-                    loss = model(value).square().sum()
+                    widths = {n: getattr(m, "out_features", 0) for n, m in model.named_children()}
+                    loss = model(torch.randn(3, 4)).square().sum()
                 elif moment == "after forward":
                     loss.backward()
-                    before = _norm([p.grad for p in model.parameters() if p.grad is not None])
+                    before = grad_norm(model)
                     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            used = _norm([p.grad for p in model.parameters() if p.grad is not None])
+            used = grad_norm(model)
             optimizer.step()
             record = captured.records[-1]
             assert record.step == step
             assert record.total_grad_norm == pytest.approx(used, rel=1e-4)
             if record.full:
-                assert {output.module_name for output in record.outputs} == set(outputs)
-                for name, weight in outputs.items():
-                    if weight is not None:
-                        assert record.outputs[Output(name)].sketch.count == 3 * len(weight)
+                counts = {o.module_name: one.sketch.count for o, one in record.outputs.items()}
+                assert counts.keys() == widths.keys()
+                assert all(counts[name] == 3 * width for name, width in widths.items() if width)
                 clipped = record.total_grad_norm_before_clipping
                 if (step, when) != (2, "before") and step == 2:
                     assert clipped is None  # of removed parameters
@@ -350,8 +335,9 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
                     assert clipped == pytest.approx(before, rel=1e-4)
 
 
-def _norm(grads: list[Tensor]) -> float:
-    return float(torch.cat([grad.reshape(-1) for grad in grads] or [torch.zeros(1)]).norm())
+def grad_norm(model: nn.Module) -> float:
+    norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+    return math.hypot(*norms)
 
 
 def test_frozen_weights_that_no_optimizer_holds_and_no_replaced_module_are_measured() -> None:
@@ -378,11 +364,9 @@ def test_changed_layers_are_logged_and_written_with_their_step(
     caplog.set_level(logging.INFO, "telemetry")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with HookLogger(model, tmp_path, every_n_steps=2):
-        for _ in plain(model, None):
-            pass
+        finish(plain(model, None))
         model.insert(1, nn.Linear(4, 4))
-        for _ in plain(model, None):
-            pass
+        finish(plain(model, None))
     message = "changed before step 2; added: ['2.weight', '2.bias']; reshaped: ['1.weight'"
     assert message in caplog.text
     [events] = tmp_path.glob("*tfevents*")
@@ -416,26 +400,24 @@ def test_only_modules_with_parameters_are_named_once_if_they_did_not_run(
     assert record.getMessage().endswith(": lends, unused")
 
 
-class Hiding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        self.heads = {"first": nn.Linear(4, 4), "unused": nn.Linear(4, 4)}
-        self.teacher = [nn.Linear(4, 4)]
-        self.known = nn.Linear(4, 4)
-        self.again = [self.known, 3, None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.inner.layers:
+def hiding() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.inner.layers:
             x = layer(x)
         with torch.no_grad():
-            wanted = self.teacher[0](x)
-        return self.heads["first"](self.known(x)) - wanted
+            wanted = m.teacher[0](x)
+        return m.heads["first"](m.known(x)) - wanted
+
+    model: Any = Applied(forward, known=nn.Linear(4, 4), inner=nn.Module())
+    model.inner.layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model.heads = {"first": nn.Linear(4, 4), "unused": nn.Linear(4, 4)}
+    model.teacher = [nn.Linear(4, 4)]
+    model.again = [model.known, 3, None]
+    return model
 
 
 def test_layers_in_plain_lists_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert_left_alone(Hiding, plain, tmp_path)
+    assert_left_alone(hiding, plain, tmp_path)
     [record] = [r for r in caplog.records if "ModuleList" in r.getMessage()]
     assert record.levelno == logging.WARNING
     assert (
@@ -509,7 +491,6 @@ def test_training_on_a_separate_thread_is_logged(tmp_path: Path) -> None:
 
 def test_passes_of_a_second_thread_are_not_logged_once_a_thread_has_stepped(tmp_path: Path) -> None:
     """An evaluation thread that runs first in the second step does not count as training."""
-
     steps = itertools.count()
 
     def step(model: nn.Module) -> Tensor:
@@ -540,7 +521,6 @@ def test_a_model_that_trains_in_evaluation_mode_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Models from a hub come in evaluation mode."""
-
     loop = training(lambda model: loss_of(model.eval()))
     outcome = assert_left_alone(mlp, loop, tmp_path)
     [message] = [record.getMessage() for record in caplog.records]

@@ -25,6 +25,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, StepRecord
+from tests.helpers.applied import Applied
 from tests.helpers.hand import selective_checkpoint
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
 from tests.helpers.twins import Recorder, assert_same, batch, draw, loss_of, seed
@@ -258,17 +259,16 @@ def sparse_and_dense(p: Program) -> None:
         p.step_ended()
 
 
-class ActorCritic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+def actor_critic() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = m.trunk(x).relu()
+        return m.actor(hidden), m.critic(hidden)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.trunk(x).relu()
-        return self.actor(hidden), self.critic(hidden)
+    trunk, actor, critic = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+    return Applied(forward, trunk=trunk, actor=actor, critic=critic)
 
 
-@program(ActorCritic)
+@program(actor_critic)
 def ppo(p: Program) -> None:
     """A rollout without gradients, then some epochs of minibatches over it."""
     optimizer = torch.optim.Adam(p.model.parameters(), 0.01)
@@ -287,7 +287,7 @@ def ppo(p: Program) -> None:
             p.step_ended()
 
 
-@program(ActorCritic)
+@program(actor_critic)
 def dqn_with_target(p: Program) -> None:
     target = copy.deepcopy(p.model)
     for index in p.steps():
@@ -460,17 +460,15 @@ def averaged_weights(p: Program) -> None:
         loss_of(p.model).backward()
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 1)
+def recurrent() -> nn.Module:
+    def forward(m: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        out, state = m.rnn(x, state)
+        return m.head(out), state
 
-    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        out, state = self.rnn(x, state)
-        return self.head(out), state
+    return Applied(forward, rnn=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 1))
 
 
-@program(Recurrent)
+@program(recurrent)
 def truncated_backpropagation(p: Program) -> None:
     state = None
     for _ in p.steps():
@@ -502,21 +500,11 @@ def inner_loop_of_maml(p: Program) -> None:
         functional_call(p.model, moved, (batch(),)).square().mean().backward()
 
 
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.embedding(tokens))
-        return out
-
-
-@program(Embedded)
+@program(lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
 def sparse_embedding(p: Program) -> None:
-    model: Any = p.model
-    first = torch.optim.SparseAdam(model.embedding.parameters(), 0.01)
-    second = AdamW(model.head.parameters(), 0.01)
+    embedding, head = p.model.children()
+    first = torch.optim.SparseAdam(embedding.parameters(), 0.01)
+    second = AdamW(head.parameters(), 0.01)
     for _ in p.steps(first, second):
         p.model(torch.randint(0, 10, (6,))).square().mean().backward()
 

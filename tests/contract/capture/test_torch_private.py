@@ -121,10 +121,7 @@ def test_without_a_way_to_leave_modes_modules_in_selective_checkpointing_are_ski
 
 @pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
 def test_without_the_scalers_state_gradients_are_logged_as_it_leaves_them(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -163,11 +160,6 @@ def test_without_effects_a_compiled_model_still_trains(tmp_path: Path) -> None:
                 compiled(torch.ones(4, 2)).sum().backward()
                 optimizer.step()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.count("has no _register_effectful_op") == 1

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from telemetry import HookLogger
+from telemetry.testing import capture_run
 from tests.helpers.twins import (
     Recorder,
     assert_left_alone,
@@ -52,11 +53,7 @@ TOOLS: dict[str, Callable[[nn.Module], Any]] = {
 
 @functools.cache
 def a_model_with_a_hook_is_exported_strictly() -> bool:
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1
-
-    model = Net()
+    model = mlp()
     model.register_forward_hook(lambda module, args, output: None)
     try:
         TOOLS["strict export"](model)
@@ -122,18 +119,17 @@ def test_a_model_without_values_has_nothing_to_measure_and_is_reported_once(
     assert caplog.text.count("have no values to measure") == 1
 
 
-def test_a_meta_model_is_logged_once_it_has_values(tmp_path: Path) -> None:
+def test_a_meta_model_is_logged_once_it_has_values() -> None:
     with torch.device("meta"):
         model = mlp()
-    recorder = Recorder()
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+    with capture_run(model) as run:
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             nn.init.ones_(parameter)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(batch()).sum().backward()
         optimizer.step()
-    [record] = recorder.records
+    [record] = run.records
     assert record.grad_present.all()
     assert record.activation_grads["2"].calls == 1
 
