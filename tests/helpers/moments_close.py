@@ -1,11 +1,13 @@
-"""Comparing moments whose sums were added up in different orders."""
+"""Comparing measurements to the bit, or with sums that were added up in different orders."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from math import sqrt
 
 import numpy as np
 
+from telemetry import TensorRecord
 from telemetry.records.moments import COUNTS, POWER_SUMS
 from telemetry.records.sketch import Sketch
 
@@ -25,3 +27,11 @@ def assert_moments_close(actual: Sketch, expected: Sketch, *, rtol: float) -> No
             np.testing.assert_allclose(got, wanted, rtol=rtol, atol=atol, err_msg=name)
         else:
             assert not np.isfinite(got), name
+
+
+def assert_same_bits(record: TensorRecord, other: TensorRecord) -> None:
+    for field in fields(record.sketch):
+        one, two = getattr(record.sketch, field.name), getattr(other.sketch, field.name)
+        np.testing.assert_array_equal(one, two, err_msg=field.name)
+    np.testing.assert_array_equal(record.unit_min, other.unit_min)
+    np.testing.assert_array_equal(record.unit_max, other.unit_max)

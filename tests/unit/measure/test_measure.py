@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from math import nan
 from operator import methodcaller
@@ -31,7 +30,7 @@ from telemetry.measure.tensors import FULL_ELEMENTS, WORKING_DTYPE
 from telemetry.records.buckets import bucket_indices
 from telemetry.records.sketch import sketch_array
 from tests.helpers.launches import Launches
-from tests.helpers.moments_close import assert_moments_close
+from tests.helpers.moments_close import assert_moments_close, assert_same_bits
 from tests.helpers.require import require
 
 ALL_SIZES = pytest.mark.parametrize("size", [700, 40_000, 300_000])  # the last ones are sampled
@@ -255,14 +254,6 @@ def test_large_tensors_are_measured_in_pieces_and_to_the_same_bits_each_time(
             assert_same_bits(first, third)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def assert_same_bits(record: TensorRecord, other: TensorRecord) -> None:
-    for field in fields(record.sketch):
-        one, two = getattr(record.sketch, field.name), getattr(other.sketch, field.name)
-        np.testing.assert_array_equal(one, two, err_msg=field.name)
-    np.testing.assert_array_equal(record.unit_min, other.unit_min)
-    np.testing.assert_array_equal(record.unit_max, other.unit_max)
 
 
 # --- several tensors -----------------------------------------------------------------------------
