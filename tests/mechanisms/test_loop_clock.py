@@ -120,14 +120,13 @@ def times_of(
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_each_part_of_a_step_has_its_time_and_micro_batches_add_up(
-    tmp_path: Path, clock: Time, capsys: pytest.CaptureFixture[str], passes: int
+    tmp_path: Path, clock: Time, passes: int
 ) -> None:
     model = Model(clock)
     times = times_of(tmp_path, model, lambda logger: train(model, clock, passes=passes))
     in_passes = [passes * seconds for seconds in (WAIT_S, FORWARD_S + LOSS_S, BACKWARD_S)]
     assert times == [pytest.approx((*in_passes, OPTIMIZER_S))] * 9
-    assert shell.run("summary", tmp_path) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "a step takes" in line]
+    [line] = [line for line in shell.lines("summary", tmp_path) if "a step takes" in line]
     step_s = sum(in_passes) + OPTIMIZER_S
     assert figures(line)[:2] == pytest.approx([step_s, 100 * in_passes[0] / step_s], rel=0.02)
     assert "MiB" in line

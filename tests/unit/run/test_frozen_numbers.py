@@ -110,18 +110,12 @@ def resumed_twice(log_dir: Path) -> None:
     def save(step: int, *run: Any) -> None:
         parts = dict(zip(("logger", "model", "optimizer"), run, strict=True))
         if step in (6, 11):
-            state = {name: part.state_dict() for name, part in parts.items()}
-            saved[step] = torch.load(_stored(state), weights_only=True)
+            file = io.BytesIO()
+            torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+            saved[step] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
     for first, last in ((0, 9), (6, STEPS), (11, STEPS + 3)):
         train(log_dir, first=first, last=last, checkpoint=saved.get(first), before=save)
-
-
-def _stored(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
 
 
 def killed(log_dir: Path) -> None:
