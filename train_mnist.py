@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"test accuracy     {accuracy(model, test_set, device):.2%}")
     print(f"alerts            {len(logger.alerts) or 'none'}")
     for alert in logger.alerts:
-        print(f"  {alert.title}: {alert.summary}")
+        print(f"  {alert.title}: {alert.added or alert.summary}")
     page = f"http://localhost:6006/#telemetry&p.telemetry.run={quote(Path(log_dir).name, safe='')}"
     print(
         f"\nOpen it with:\n{tensorboard_command(log_dir)} --port 6006\n  layers over steps: {page}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import itertools
-import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -36,18 +37,15 @@ def test_writers_whose_names_are_equal_have_separate_files(
 ) -> None:
     # As in containers that share a host name, and whose process ids are all 1.
     monkeypatch.setattr(files, "_file_numbers", itertools.chain([0] * 8, itertools.count()))
-    barrier = threading.Barrier(8)
+    barrier = Barrier(8)
     writers = [EventFile(str(tmp_path)) for _ in range(8)]
 
     def start(number: int) -> None:
         barrier.wait()
         write(writers[number], event(number))
 
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        assert len([*threads.map(start, range(8))]) == 8
     for file in writers:
         file.close()
     assert sorted(steps_by_file(tmp_path)) == [[number] for number in range(8)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import telemetry
-from telemetry import Alert, HookLogger, StepRecord
+from telemetry import Alert, StepRecord
 from telemetry.capture import Content, Step
 from telemetry.capture.context import Context, Guard
 from telemetry.capture.schedule import Stopwatch
@@ -25,6 +25,7 @@ from telemetry.selection import Selection
 from telemetry.tag_names import plain
 from tests.helpers.figures import figures
 from tests.helpers.serialized import summary_of
+from tests.helpers.tiny_run import TinyRun
 from tests.helpers.twins import Recorder
 
 WATCHDOG_S = 120
@@ -55,18 +56,14 @@ def train_ahead(log_dir: Path, steps: int, every: int) -> list[StepRecord]:
         assert may_judge.wait(WATCHDOG_S)
         return ()
 
-    model, recorder = nn.Linear(3, 2), Recorder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with HookLogger(
-        model, log_dir, alerts=[blocked, recorder], every_n_steps=every, measure="!images"
-    ) as logger:
+    recorder = Recorder()
+    run = TinyRun(log_dir, alerts=[blocked, recorder], every_n_steps=every)
+    with run.logger as logger:
         for _ in range(steps):
-            model(torch.ones(2, 3)).square().mean().backward()
-            logger.log(accuracy=0.5)
-            optimizer.step()
+            run.train()
             assert entered.wait(WATCHDOG_S)
         with logger.phase("validation"):  # stays one, so that no rule receives it
-            model(torch.ones(2, 3))
+            run.model(torch.ones(4, 2))
         may_judge.set()
     return recorder.records
 
@@ -100,22 +97,13 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     records = train_ahead(tmp_path, steps=10, every=100)
     assert [record.step for record in records] == [0, 1, 2]
     scalars = telemetry.read(tmp_path).scalars
-    assert scalars[scalars.tag == "accuracy"].step.tolist() == [*range(10)]
+    assert scalars[scalars.tag == "count"].step.tolist() == [*range(10)]
     [at_once] = [text for text in caplog.messages if "is not recorded" in text]
     [at_close] = [text for text in caplog.messages if "were dropped" in text]
     assert (figures(at_once)[0], figures(at_close)) == (3, [8])
 
 
 # --- the worker ----------------------------------------------------------------------------------
-
-
-def train(logger: HookLogger, model: nn.Module, steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.ones(2, 3)).square().mean().backward()
-        logger.log(loss=1.0)
-        optimizer.step()
-    logger.flush()
 
 
 def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(
@@ -130,8 +118,8 @@ def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(
         write(files, values, step, *args, **to)
 
     monkeypatch.setattr(RunFiles, "write_values", spy)
-    model = nn.Linear(3, 2)
-    with HookLogger(model, tmp_path, alerts=[]) as logger:
-        train(logger, model, 2)
+    run = TinyRun(tmp_path)
+    with run.logger:
+        run.train(2)
     assert droppable[1, "grad_norm/total"]
-    assert not droppable[1, "loss"]
+    assert not droppable[1, "count"]

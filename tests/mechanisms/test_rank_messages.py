@@ -67,11 +67,8 @@ def test_decoded_records_equal_the_encoded_ones(norm: float, values: tuple[float
     sent = part(norm, table(*values))
     got = decode(RankRecord, sent.encode())
     assert got.encode() == sent.encode()
-    assert (got.rank, got.record.step, got.record.scalars) == (
-        1,
-        5,
-        pytest.approx(sent.record.scalars, nan_ok=True),
-    )
+    assert (got.rank, got.record.step) == (1, 5)
+    assert got.record.scalars == pytest.approx(sent.record.scalars, nan_ok=True)
     np.testing.assert_array_equal(got.tensors.rows.counts, sent.tensors.rows.counts)
     np.testing.assert_array_equal(got.record.grad_norms, [norm])
     assert {type(key) for key in got.tensors.keys} == {TensorKey}

@@ -7,6 +7,7 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,12 @@ from tests.helpers.client import Client
 from tests.helpers.known_runs import layout_of, write_newer, write_run
 from tests.helpers.loops import fault_at, mlp, train
 from tests.helpers.shell import records
+
+
+def write(log_dir: Path, steps: range = range(1), **options: Any) -> None:
+    """Write a run of one layer whose norms are 1."""
+    norms = np.ones(1, np.float32)
+    write_run(log_dir, layout_of(["a"]), steps=steps, norms=lambda _: norms, **options)
 
 
 def test_a_remote_directory_gets_event_files_and_a_run_log(
@@ -62,16 +69,9 @@ def test_rows_of_runs_list_their_directory_once_and_read_each_file_once(
 ) -> None:
     """However many runs have used it; walking to it has listed it, too."""
     for number in range(5):
-        write_run(
-            tmp_path, layout_of(["a"]), steps=[0], norms=lambda _: np.ones(1, np.float32),
-            run=f"run {number}",
-        )  # fmt: skip
-    client, calls, listdir, refresh = (
-        Client(open_slow(tmp_path), tmp_path),
-        [],
-        os.listdir,
-        LogFile.refresh,
-    )
+        write(tmp_path, run=f"run {number}")
+    client, calls = Client(open_slow(tmp_path), tmp_path), list[Any]()
+    listdir, refresh = os.listdir, LogFile.refresh
     monkeypatch.setattr(os, "listdir", lambda path: (calls.append(str(path)), listdir(path))[1])
     monkeypatch.setattr(LogFile, "refresh", lambda file: (calls.append(file), refresh(file))[1])
     rows = client.json("runs") if view == "page" else records("runs", tmp_path)
@@ -82,10 +82,7 @@ def test_rows_of_runs_list_their_directory_once_and_read_each_file_once(
 
 def test_requests_in_several_threads_take_each_frame_once(tmp_path: Path) -> None:
     client, ready = Client(open_slow(tmp_path), tmp_path), Barrier(8)
-    write_run(
-        tmp_path, layout_of(["a"]), steps=range(2000), norms=lambda _: np.ones(1, np.float32),
-        losses=False,
-    )  # fmt: skip
+    write(tmp_path, range(2000), losses=False)
 
     def steps(_: int) -> int:
         ready.wait()
@@ -105,5 +102,5 @@ def test_a_run_of_a_newer_format_is_listed_until_another_one_replaces_it(tmp_pat
     assert "format 99" in client.request("run", {"run": "."}).json["error"]
     for path in tmp_path.iterdir():
         path.unlink()
-    write_run(tmp_path, layout_of(["a"]), steps=range(3), norms=lambda _: np.ones(1, np.float32))
+    write(tmp_path, range(3))
     assert client.json("run", run=".")["lastStep"] == 2

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from telemetry import Alert, Detector, Finding, HookLogger, StepRecord, read
 from telemetry.capture import Schedule, schedule
+from tests.helpers.captured import fit
+from tests.helpers.tiny_run import TinyRun
 from tests.helpers.twins import Recorder
 
 
@@ -112,10 +114,8 @@ def test_the_interval_is_stretched_no_further_than_needed(
     run.train_for(3000)
     assert run.gaps[0] == 42  # 20 steps earn a full one, and the first is paid, too
     assert {*run.gaps[1:]} <= {19, 20, 21}
-    assert [run.curves[step]["telemetry/every_n_steps"] for step in run.full[:-1]] == [
-        3,
-        *run.gaps[:-1],
-    ]
+    shown = [run.curves[step]["telemetry/every_n_steps"] for step in run.full[:-1]]
+    assert shown == [3, *run.gaps[:-1]]
     assert run.curves[run.full[-2]]["telemetry/overhead"] == pytest.approx(0.01, rel=0.02)
 
 
@@ -259,14 +259,11 @@ def test_a_failure_of_the_schedule_stops_no_step(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with HookLogger(model, tmp_path, every_n_steps=1000):
-        for step in range(4):
-            if step == 2:  # light steps
-                monkeypatch.setattr(Schedule, "plan", fail)
-            model(torch.randn(4, 3)).square().mean().backward()
-            optimizer.step()
+    run = TinyRun(tmp_path)
+    with run.logger:
+        run.train(2)
+        monkeypatch.setattr(Schedule, "plan", fail)  # of light steps
+        run.train(2)
     assert "to plan a step" in caplog.text
     assert {*read(tmp_path).layers["step"]} == {0, 1, 2, 3}
 
@@ -287,15 +284,13 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def loss_of(step: int) -> Tensor:
+        x = torch.randn(64, 4)
+        return F.mse_loss(model(x), x.sum(1, keepdim=True) * (300 if step == spike else 1))
+
     with HookLogger(model, log_dir, measure="!images", **options) as logger:
-        for number in range(600):
-            x = torch.randn(64, 4)
-            y = x.sum(1, keepdim=True) * (300 if number == spike else 1)
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            logger.log(loss=loss)
-            optimizer.step()
+        fit(logger, 600, loss_of, optimizer)
     return logger.alerts, sorted({*read(log_dir).layers["step"].tolist()})
 
 

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 import telemetry
 from telemetry.events.framing import frame
 from telemetry.events.message_pack import encode
-from telemetry.events.run_log import (
-    Alerted,
-    Frame,
-    Hyperparameters,
-    LossFound,
-    decode,
-)
+from telemetry.events.run_log import Alerted, Frame, Hyperparameters, LossFound, decode
 from telemetry.reading.faults import faults_of
 from telemetry.reading.run import open_run
 from telemetry.reading.run_entry import row_of

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -81,12 +82,8 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
     writer.close()
     kept = len(file.written) - 3
     assert 0 < kept < 50
-    assert file.written == [
-        b"in flight",
-        *[b"measurement %d" % i for i in range(kept)],
-        b"loss",
-        b"alert",
-    ]
+    measurements = [b"measurement %d" % i for i in range(kept)]
+    assert file.written == [b"in flight", *measurements, b"loss", b"alert"]
     assert (writer.dropped_count, writer.lost_count) == (50 - kept, 0)
     reported, total = caplog.messages
     assert "measurements are dropped" in reported
@@ -217,19 +214,14 @@ def interrupt(*_: object) -> None:
 def test_many_threads_may_add_at_once() -> None:
     file = MemoryFile()
     writer = make_writer(flush_s=0.001)
-    threads = [
-        threading.Thread(target=put, args=(writer, file, *[b"%d %d" % (n, i) for i in range(500)]))
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    items = [[b"%d %d" % (n, i) for i in range(500)] for n in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        for own in items:
+            threads.submit(put, writer, file, *own)
     writer.close()
-    assert sorted(file.written) == sorted(b"%d %d" % (n, i) for n in range(8) for i in range(500))
-    for n in range(8):
-        own = [record for record in file.written if record.startswith(b"%d " % n)]
-        assert own == [b"%d %d" % (n, i) for i in range(500)]
+    assert len(file.written) == 8 * 500
+    for n, own in enumerate(items):
+        assert [record for record in file.written if record.startswith(b"%d " % n)] == own
     assert writer._pending_bytes == 0
 
 

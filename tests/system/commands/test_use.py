@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pty
 import re
@@ -14,40 +15,41 @@ import sys
 import termios
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from telemetry import HookLogger
 from telemetry.version import __version__
+from tests.helpers.captured import fit, rate_of
 from tests.helpers.known_runs import alert_at, layout_of, write_dashboards, write_run
-from tests.helpers.shell import call, parsed, records, table
+from tests.helpers.shell import call, lines, parsed, records, table
 
+CLI = [sys.executable, "-m", "telemetry.commands.cli"]
 STRANGE = ["a b", "注意力", "[red]x", "=1+1", "x" * 300, "new\nline", "\x1b[2J", "-rf", '"', "½"]
 RUN_NAMES = ["run 10", "run 9", "-dash", "100%", "new\nline", "[bold]", os.fsdecode(b"\xff"), "注"]
 
 
 def train(
     log_dir: Path, *, names: list[str] | None = None, lr: float = 0.1, nan_at: int | None = None,
-    steps: int = 12, jump_at: int | None = None,
+    steps: int = 12, jump_at: float = math.inf,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     layers = OrderedDict((name, nn.Linear(4, 4)) for name in names or ["first", "second", "last"])
     model = nn.Sequential(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(8, 4) * (torch.nan if step == nan_at else 1)
+        return model(inputs).square().mean()
+
+    rate = rate_of(optimizer, lambda step: lr if step < jump_at else 2 * lr)
     with HookLogger(model, log_dir, every_n_steps=4, measure="!images") as logger:
-        for step in range(steps):
-            inputs = torch.randn(8, 4) * (torch.nan if step == nan_at else 1)
-            if step == jump_at:
-                optimizer.param_groups[0]["lr"] *= 2
-            loss = model(inputs).square().mean()
-            logger.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        fit(logger, steps, loss_of, optimizer, before=rate)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +78,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 def process(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "telemetry.commands.cli", *arguments],
-        env=environment(**changes), capture_output=True, text=True, encoding="utf-8",
+        [*CLI, *arguments], env=environment(PYTHONWARNINGS="error", **changes),
+        capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
 
 
@@ -85,16 +87,14 @@ def in_terminal(width: int, *arguments: str | Path, status: int = 0) -> str:
     """Return the output on a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-    command = [sys.executable, "-m", "telemetry.commands.cli", *arguments]
-    env = environment(TERM="xterm", NO_COLOR="1")
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+    env, sent = environment(TERM="xterm", NO_COLOR="1"), b""
+    with subprocess.Popen(
+        [*CLI, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    ) as process:
         os.close(theirs)
-        sent = b""
-        try:
+        with suppress(OSError):  # Linux: the other end is closed
             while piece := os.read(ours, 1 << 16):
                 sent += piece
-        except OSError:  # Linux: the other end is closed
-            pass
     os.close(ours)
     assert process.returncode == status
     return re.sub(r"\x1b\[[\d;]*m", "", sent.decode().replace("\r\n", "\n"))
@@ -196,9 +196,9 @@ def test_a_difference_is_shown_with_both_values_on_a_narrow_terminal(runs: Path)
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_an_explanation_fits_the_terminal(runs: Path, width: int) -> None:
-    lines = in_terminal(width, "explain", runs / "deep" / "bad").splitlines()
-    assert max(map(len, lines)) <= width
-    explanation = " ".join(" ".join(lines).split())
+    shown = in_terminal(width, "explain", runs / "deep" / "bad")
+    assert max(map(len, shown.splitlines())) <= width
+    explanation = " ".join(shown.split())
     for said in ("By depth, before", "output rms", "gradient norm", "nonfinite at step 5"):
         assert said in explanation
 
@@ -229,13 +229,13 @@ def test_control_characters_never_reach_the_terminal(strange: Path) -> None:
 
 def test_a_closed_pipe_is_not_an_error(runs: Path) -> None:
     for arguments in (f"summary {runs} --csv", f"summary {runs} --json", f"summary {runs}"):
-        command = f"{sys.executable} -m telemetry.commands.cli {arguments} | head -1"
+        command = f"{' '.join(CLI)} {arguments} | head -1"
         done = subprocess.run(command, shell=True, env=environment(), capture_output=True)
         assert done.stdout.count(b"\n") == 1
         assert done.stderr == b""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "telemetry.commands.cli", "summary", str(runs)]
+    command = [*CLI, "summary", str(runs)]
     with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=environment()) as done:
         os.close(write)
         assert done.communicate()[1] == b""
@@ -253,10 +253,8 @@ def test_alerts_are_printed_as_they_come_also_of_a_resumed_run(tmp_path: Path) -
         return step
 
     part(range(6), 4)
-    command = [sys.executable, "-m", "telemetry.commands.cli", "alerts", "--json", "--follow"]
-    with subprocess.Popen(
-        [*command, str(tmp_path)], stdout=subprocess.PIPE, env=environment()
-    ) as process:
+    command = [*CLI, "alerts", "--json", "--follow", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
         assert step_of_next_line() == 4
         part(range(2, 9), 8)  # it hides the first alert
         assert step_of_next_line() == 8
@@ -273,12 +271,10 @@ def test_json_and_csv_contain_the_same_runs(
     runs: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs)
-    as_json, as_csv = call(command, ".", "--json"), call(command, ".", "--csv")
-    names = [
-        {row["run"] for row in rows} for rows in (parsed(as_json.stdout), table(as_csv.stdout))
-    ]
-    assert names[0] == names[1] != set()
-    assert as_json.returncode == as_csv.returncode == (command == "alerts")
+    status = command == "alerts"
+    rows = table("\n".join(lines(command, ".", "--csv", status=status)))
+    found = {record["run"] for record in records(command, ".", status=status)}
+    assert found == {row["run"] for row in rows} != set()
     assert call(command, runs, "--json", "--csv").returncode == 2
 
 

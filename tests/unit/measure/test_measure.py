@@ -24,13 +24,13 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import Sketch, TensorRecord
 from telemetry.measure import Measurements, fingerprint
 from telemetry.measure.tensors import FULL_ELEMENTS, WORKING_DTYPE
 from telemetry.records.buckets import bucket_indices
 from telemetry.records.sketch import sketch_array
+from tests.helpers.launches import Launches
 from tests.helpers.moments_close import assert_moments_close
 from tests.helpers.require import require
 
@@ -153,28 +153,10 @@ class Elsewhere(Tensor):
     is_cpu = False
 
 
-WAITING = {
-    "_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "bincount",
-    "_unique2", "unique_dim", "unique_consecutive", "_coalesce",
-}  # fmt: skip
-
-
-class _Waits(TorchDispatchMode):
-    """Refuses operations that make the host wait for a device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        waits = name in WAITING
-        if name in ("index", "index_put", "index_put_"):
-            waits = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        assert not waits, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 def _modes_keep_types() -> bool:
     """Whether results in a dispatch mode have the type of a subclass; PyTorch 2.4 raises."""
     try:
-        with _Waits():
+        with Launches():
             return type(torch.zeros(1).as_subclass(Elsewhere).detach()) is Elsewhere
     except RuntimeError:
         return False
@@ -195,7 +177,7 @@ class Device:
     def __init__(self, name: str) -> None:
         self.name = name
         self.never_waits: Callable[[], AbstractContextManager[Any]]
-        elsewhere = _Waits if _modes_keep_types() else nullcontext
+        elsewhere = Launches if _modes_keep_types() else nullcontext
         guards = {"host": nullcontext, "elsewhere": elsewhere, "cuda": _no_syncs}
         self.never_waits = guards[name]
         self.rtol = 1e-6 if name == "cuda" else 1e-12
@@ -217,12 +199,6 @@ class Device:
 @pytest.fixture(params=["host", "elsewhere", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
     return Device(request.param)
-
-
-def test_an_operation_that_waits_would_be_noticed() -> None:
-    for wait in (torch.Tensor.item, bool, torch.nonzero, lambda x: torch.ones(1)[x > 0]):
-        with pytest.raises(AssertionError, match="waits for the device"), _Waits():
-            wait(torch.ones(1))
 
 
 # --- values and layouts --------------------------------------------------------------------------
@@ -311,28 +287,6 @@ def test_tensors_of_a_device_and_of_the_host_are_measured_in_order(device: Devic
     mixed = [device.put(tensors[0]), tensors[1], device.put(tensors[2]), device.put(tensors[3])]
     for record, tensor in zip(device.measure(mixed), tensors, strict=True):
         assert_measured(record, tensor, rtol=device.rtol)
-
-
-def test_a_tensor_that_cannot_be_reduced_does_not_stop_the_others() -> None:
-    class TooLarge(Elsewhere):
-        """Tensor whose reduction finds no memory."""
-
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.Tensor.clone:
-                raise torch.cuda.OutOfMemoryError
-            return super().__torch_function__(func, types, args, kwargs)
-
-    measurements, tensor = Measurements(), made(torch.float32, "ordinary")
-    measurements.add(tensor.as_subclass(Elsewhere))
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        measurements.add(tensor.as_subclass(TooLarge))
-    measurements.add(tensor)
-    first, second = measurements.finish().reduce().values()
-    assert_measured(first, tensor)
-    assert_measured(second, tensor)
 
 
 # --- values on the host --------------------------------------------------------------------------

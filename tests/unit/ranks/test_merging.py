@@ -142,23 +142,17 @@ def test_figures_are_means_and_spreads_of_the_ranks_that_have_them(
 
 @pytest.mark.parametrize(
     ("sums", "expected"),
-    [
-        ([5, 5, 5, 5], None),
-        ([5, 5, 6, 5], (2, 0)),
-        ([6, 5, 5, 5], (0, 1)),
-        ([5, 6], (1, 0)),
-    ],
+    [([5, 5, 5, 5], []), ([5, 5, 6, 5], [(2, 0)]), ([6, 5, 5, 5], [(0, 1)]), ([5, 6], [(1, 0)])],
 )
 def test_the_rank_whose_copy_differs_from_most_is_named(
-    sums: list[int], expected: tuple[int, int] | None
+    sums: list[int], expected: list[tuple[int, int]]
 ) -> None:
     checks = [(0, 0, total, rank) for rank, total in enumerate(sums)]
     checks += [(1, 0, 9, rank) for rank, _ in enumerate(sums)]
     parameters = [Parameter(name=n, module_name="", shape=(1,)) for n in "ab"]
     found = differing(np.array(checks).T, parameters)
     assert found == differing(np.array(checks[::-1]).T, parameters)
-    ranks = [(divergence.rank, divergence.other) for divergence in found]
-    assert ranks == ([] if expected is None else [expected])
+    assert [(divergence.rank, divergence.other) for divergence in found] == expected
     assert all(divergence.parameter == "a" and divergence.declared for divergence in found)
 
 

@@ -37,11 +37,7 @@ PLACE_OF_RULES = "is the name of a rule; .* {'dead_units': None}"
         ({"first_step": "last"}, TypeError, "first_step="),
         ({"optimizer": "adam"}, TypeError, r"optimizer=...\): must be a torch.optim.Optimizer"),
         ({"optimizer": SGD}, TypeError, "not the class torch.optim.sgd.SGD"),
-        (
-            {"optimizer": SGD(nn.Linear(1, 1).parameters(), lr=1)},
-            ValueError,
-            "holds none of the model's parameters",
-        ),
+        ({"optimizer": SGD(mlp().parameters(), lr=1)}, ValueError, "holds none of the model's"),
         ({"modules": mlp().modules()}, TypeError, r"modules=Sequential\(...\)\): must be a glob"),
         ({"modules": mlp().named_modules()}, TypeError, "must be a glob over names"),
         ({"alerts": "all"}, TypeError, r"HookLogger\(alerts='all'\)"),
@@ -85,11 +81,8 @@ def test_an_invalid_argument_is_named(
         (lambda logger: logger.hparams("lr=1"), TypeError, "must be a dict of values by name"),
         (lambda logger: logger.hparams({1: 2}), TypeError, r"hparams\({1: ...}\): a name must be"),
         (lambda logger: logger.hparams({"a": "\ud800"}), ValueError, "surrogate"),
-        (
-            lambda logger: logger.hparams({"a": 1}, metrics="loss"),
-            TypeError,
-            r"metrics='loss'\): must be several tags, such as \['loss'\]",
-        ),
+        (lambda logger: logger.hparams({"a": 1}, metrics="loss"), TypeError,
+         r"metrics='loss'\): must be several tags, such as \['loss'\]"),
         (lambda logger: logger.log("loss", 0.3, 3), TypeError, r"log\('loss', 0.3, 3\): must be"),
         *((lambda logger, value=value: logger.log(value), TypeError,
            r"must be numbers by tag, such as log\(loss=0.5\)")
@@ -175,13 +168,8 @@ def test_a_remote_directory_is_refused_with_both_ways_out() -> None:
 def test_environment_variables_set_what_the_code_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "LOG_DIR": str(tmp_path / "run"),
-        "EVERY_N_STEPS": "3",
-        "LOSS_TAG": "ce",
-        "ON_ALERT": "stop",
-        "MAX_OVERHEAD": "inf",
-    }.items():
+    set_to = {"EVERY_N_STEPS": "3", "LOSS_TAG": "ce", "ON_ALERT": "stop", "MAX_OVERHEAD": "inf"}
+    for name, value in {"LOG_DIR": str(tmp_path / "run"), **set_to}.items():
         monkeypatch.setenv(f"TELEMETRY_{name}", value)
     torch.manual_seed(0)  # with other weights, a rule may request a full step
     model = mlp()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord
-from tests.helpers.shell import records, run
+from telemetry import Alert, HookLogger
+from tests.helpers.scripted import Scripted, at
+from tests.helpers.shell import lines, records
+from tests.helpers.tiny_run import TinyRun
 
 BATCH = 8
 BAD = 157
@@ -54,6 +55,8 @@ def train(
                     targets *= 1000
                 elif step == BAD and fault == "scale":
                     inputs *= 1e4
+                elif step == BAD and fault == "rate":
+                    optimizer.param_groups[0]["lr"] = 50.0
                 loss = (net(inputs).squeeze(1) - targets).square().mean()
                 loss.backward()
                 total += loss.item() / micro_batches
@@ -69,11 +72,9 @@ def train(
     return [*logger.alerts]
 
 
-def blamed_by(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def blamed_by(log_dir: Path) -> list[dict[str, Any]]:
     """Return the batches that alerts blame, each with its alert's kind."""
-    capsys.readouterr()
-    run("alerts", log_dir, "--json")
-    alerts = json.loads(capsys.readouterr().out)
+    alerts = records("alerts", log_dir, status=1)
     found = [{"kind": a["kind"], **batch} for a in alerts for batch in a["batches"]]
     return [one for place, one in enumerate(found) if one not in found[:place]]
 
@@ -91,16 +92,13 @@ KINDS = {"NaN": "nonfinite", "unit": "loss_spike", "scale": "exploding_gradient"
 
 @pytest.mark.parametrize("every_n_steps", [pytest.param(1, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("fault", KINDS)
-def test_a_bad_batch_is_found_by_its_ids(
-    fault: str, every_n_steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_batch_is_found_by_its_ids(fault: str, every_n_steps: int, tmp_path: Path) -> None:
     train(tmp_path, fault, every_n_steps=every_n_steps)
-    [found] = blamed_by(tmp_path, capsys)
+    [found] = blamed_by(tmp_path)
     assert found["kind"] == KINDS[fault]
     assert {name: found[name] for name in BLAMED} == BLAMED
     assert explained(tmp_path) == [BLAMED]
-    assert run("explain", tmp_path) == 0
-    assert str(OF_BAD[0]) in capsys.readouterr().out
+    assert str(OF_BAD[0]) in "".join(lines("explain", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -108,10 +106,10 @@ def test_a_bad_batch_is_found_by_its_ids(
     [*((fault, {"logs_after": True}) for fault in KINDS), ("unit", {"micro_batches": 4})],
 )
 def test_losses_after_the_step_and_micro_batches_belong_to_their_batch(
-    fault: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     train(tmp_path, fault, every_n_steps=10, **options)
-    assert [found["ids"] for found in blamed_by(tmp_path, capsys)] == [OF_BAD]
+    assert [found["ids"] for found in blamed_by(tmp_path)] == [OF_BAD]
 
 
 def test_the_batch_of_an_exception_is_explained(tmp_path: Path) -> None:
@@ -120,10 +118,10 @@ def test_the_batch_of_an_exception_is_explained(tmp_path: Path) -> None:
     assert explained(tmp_path) == [BLAMED]
 
 
-def test_without_ids_the_step_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_ids_the_step_is_known(tmp_path: Path) -> None:
     [found] = [alert.batches for alert in train(tmp_path, "NaN", with_ids=False) if alert.batches]
     assert [(batch.step, batch.ids) for batch in found] == [(BAD, ())]
-    assert [(f["step"], f["ids"]) for f in blamed_by(tmp_path, capsys)] == [(BAD, [])]
+    assert [(f["step"], f["ids"]) for f in blamed_by(tmp_path)] == [(BAD, [])]
     assert explained(tmp_path) == []
 
 
@@ -143,25 +141,12 @@ def test_ids_of_the_first_steps_are_apart(tmp_path: Path) -> None:
 
 
 def test_a_jump_of_the_learning_rate_blames_no_batch(tmp_path: Path) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with HookLogger(net, tmp_path) as logger:
-        for step in range(200):
-            logger.batch([step])
-            optimizer.param_groups[0]["lr"] = 0.01 if step < BAD else 50.0
-            inputs = torch.randn(BATCH, 8)
-            loss = (net(inputs).squeeze(1) - inputs.sum(1)).square().mean()
-            logger.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert [a.kind for a in logger.alerts if a.severity == "error"]
-    assert not any(alert.batches for alert in logger.alerts)
+    alerts = train(tmp_path, "rate")
+    assert [alert.kind for alert in alerts if alert.severity == "error"]
+    assert not any(alert.batches for alert in alerts)
 
 
-def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
@@ -179,37 +164,20 @@ def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(
         steps(20, 30, "lost")
         logger.load_state_dict(state)
         steps(20, 30, "again", bad=25)
-    assert [found["ids"] for found in blamed_by(tmp_path, capsys)] == [["again/25"]]
+    assert [found["ids"] for found in blamed_by(tmp_path)] == [["again/25"]]
 
 
 # --- ids -----------------------------------------------------------------------------------------
 
 
-class Blames(Detector):
-    """Blames these batches at the last of their steps."""
-
-    kind = "blamed"
-    severity = "warning"
-
-    def __init__(self, *steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        if record.step != self.steps[-1]:
-            return None
-        return Finding(value=1.0, threshold=0.0, summary="Blamed.", batch_steps=self.steps)
-
-
 def blamed(log_dir: Path, ids: Mapping[int, Any], *steps: int) -> Alert:
-    """Return the alert that blames batches of these steps, whose ids are given."""
-    layer = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with HookLogger(layer, log_dir, alerts=[Blames(*steps)]) as logger:
+    """Return the alert of the last step that blames batches of these, whose ids are given."""
+    detector = Scripted(at(steps[-1], batch_steps=steps), kind="blamed", severity="warning")
+    run = TinyRun(log_dir, alerts=[detector])
+    with run.logger as logger:
         for step in range(steps[-1] + 1):
             logger.batch(ids.get(step, ()))
-            layer(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
+            run.train()
     [alert] = logger.alerts
     return alert
 

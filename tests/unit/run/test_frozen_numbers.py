@@ -173,9 +173,8 @@ def gan(log_dir: Path) -> None:
         for step in range(STEPS):
             real, _ = batch(step)
             noise = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-            loss_d = (
-                F.softplus(-judges(real)).mean() + F.softplus(judges(makes(noise).detach())).mean()
-            )
+            on_fake = F.softplus(judges(makes(noise).detach())).mean()
+            loss_d = F.softplus(-judges(real)).mean() + on_fake
             rates[1].zero_grad()
             loss_d.backward()
             rates[1].step()
@@ -270,33 +269,18 @@ def numbers(log_dir: Path) -> dict[str, Any]:
 
 def _of_run(folder: Path) -> Iterator[tuple[str, Any]]:
     run = telemetry.read(folder)
-    curves = run.scalars
-    yield (
-        "curves",
-        {
-            tag: _series(curves[curves.tag == tag])
-            for tag in sorted(curves.tag.unique())
-            if not tag.startswith(MACHINE)
-        },
-    )
-    layers = run.layers
-    yield (
-        "layers",
-        {
-            f"{statistic} {module}": _series(rows)
-            for (statistic, module), rows in layers.groupby(
-                ["statistic", "module_name"], observed=True
-            )
-        },
-    )
-    yield (
-        "histograms",
-        {
-            tag: [[*found], [float(table[:, 2].sum()) for table in found.values()]]
-            for tag in run.histogram_tags
-            if (found := run.histogram(tag))
-        },
-    )
+    of_tags = run.scalars.groupby("tag", observed=True)
+    curves = {tag: _series(rows) for tag, rows in of_tags if not tag.startswith(MACHINE)}
+    yield "curves", curves
+    of_layers = run.layers.groupby(["statistic", "module_name"], observed=True)
+    yield "layers", {" ".join(names): _series(rows) for names, rows in of_layers}
+    histograms = {tag: run.histogram(tag) for tag in run.histogram_tags}
+    counts = {
+        tag: [[*found], [float(table[:, 2].sum()) for table in found.values()]]
+        for tag, found in histograms.items()
+        if found
+    }
+    yield "histograms", counts
     yield "alerts", [[a.kind, a.step, a.module_name, a.severity, a.stage] for a in run.alerts]
     yield "modules", run.modules.module_name.tolist()
 

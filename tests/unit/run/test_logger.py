@@ -15,6 +15,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import Alert, HookLogger, Rule, StepRecord
+from tests.helpers.figures import figures
 from tests.helpers.loops import (
     batches,
     is_hooked,
@@ -28,7 +29,7 @@ from tests.helpers.loops import (
 )
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
-from tests.helpers.shell import run
+from tests.helpers.shell import lines
 from tests.helpers.twins import Recorder
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -81,7 +82,6 @@ class Requests(Rule):
 def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
     rules: list[Rule],
     every_n_steps: int,
     level: int,
@@ -97,9 +97,7 @@ def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
     assert isinstance(message.args, tuple)
     assert (message.levelno, message.args[:2]) == (level, counts)
     assert len(measured_steps(tmp_path)) == sum(counts)
-    assert run("summary", tmp_path) == 0
-    line = capsys.readouterr().out.splitlines()[1]
-    assert [int(number) for number in re.findall(r"\d+", line)] == [*counts]
+    assert figures(lines("summary", tmp_path)[1]) == [*counts]
 
 
 # --- life cycle ----------------------------------------------------------------------------------
@@ -276,6 +274,3 @@ def test_a_logger_is_disabled_if_the_system_refuses_threads(
     assert (logger.current_step, logger.log_dir) == (3, str(tmp_path / "run"))
     assert ["logger is disabled" in message for message in caplog.messages] == [True]
     assert not any(thread.is_alive() for thread in started)
-
-
-# --- failures of the disk ------------------------------------------------------------------------

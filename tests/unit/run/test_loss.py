@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from tests.helpers.board import open_slow
 from tests.helpers.client import Client
 from tests.helpers.loops import load
 from tests.helpers.paths import ROOT
-from tests.helpers.shell import run
+from tests.helpers.shell import records
 from tests.helpers.twins import Recorder
 
 LOSSES = [
@@ -140,9 +139,7 @@ def shown(log_dir: Path) -> list[str]:
     return [curve["tag"] for curve in header["curves"] if curve["kind"] == "loss"]
 
 
-def test_rules_records_page_hparams_and_diff_have_the_same_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_records_page_hparams_and_diff_have_the_same_loss(tmp_path: Path) -> None:
     recorder = Recorder()
     values = {"val_loss": 9.0, "train_loss_epoch": 2.0, "train_loss_step": 1.0, "loss_kl": 3.0}
     train(tmp_path / "a", values, options={"alerts": [recorder]})
@@ -154,8 +151,7 @@ def test_rules_records_page_hparams_and_diff_have_the_same_loss(
     assert first.name.tag == "train_loss_step"
     assert [other.name.tag for other in others] == sorted({*values} - {"train_loss_step"})
     train(tmp_path / "b", {"loss": 1.0}, spike="loss")
-    assert run("diff", tmp_path / "a", tmp_path / "b", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
+    found = records("diff", tmp_path / "a", tmp_path / "b", status=1)
     assert [(d["statistic"], d["step"]) for d in found] == [("loss", 80)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from telemetry import HookLogger
 from tests.helpers.applied import Applied
 from tests.helpers.hand import array, check
 from tests.helpers.loops import batches, load, mlp, scalars, small_cnn, train
-from tests.helpers.shell import run as command
+from tests.helpers.shell import records
 from tests.helpers.twins import Recorder, assert_left_alone, loss_of, seed, training
 
 
@@ -215,7 +214,7 @@ def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_
 
 
 def test_the_last_step_is_that_of_the_training_though_its_norms_were_not_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     model = nn.Linear(3, 2)
     with HookLogger(model, tmp_path, alerts=(), max_overhead=1e-6):
@@ -223,5 +222,5 @@ def test_the_last_step_is_that_of_the_training_though_its_norms_were_not_measure
     read = telemetry.read(tmp_path)
     assert read.layers.step.max() < 49
     assert "steps 0 to 49" in repr(read)
-    assert command("runs", tmp_path, "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["last_step"] == 49
+    [row] = records("runs", tmp_path)
+    assert row["last_step"] == 49
