@@ -51,6 +51,38 @@ def training(
     return loop
 
 
+def scaled_loop(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    *,
+    overflow_at: tuple[int, ...] = (),
+    iterations: int = 6,
+    clip: float | None = None,
+    micro_batches: int = 1,
+    scale: float = 1024.0,
+    enabled: bool = True,
+) -> Loop:
+    """Training with a scaler; iterations ``overflow_at`` have infinite gradients."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        made = optimizer(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2, enabled=enabled)
+        for iteration in range(iterations):
+            made.zero_grad()
+            for number in range(micro_batches):
+                loss = model(batch()).square().mean() / micro_batches
+                if iteration in overflow_at and number == micro_batches - 1:
+                    loss = loss * 1e38
+                scaler.scale(loss).backward()
+            if clip is not None:
+                scaler.unscale_(made)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(made)
+            scaler.update()
+            yield loss
+
+    return loop
+
+
 def one_step(model: nn.Module, *batches: Any, **options: Any) -> StepRecord:
     """Train one step on some micro-batches; ``options``: of ``capture_run``."""
     with capture_run(model, **options) as run:

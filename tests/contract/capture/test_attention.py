@@ -303,14 +303,13 @@ def test_a_written_run_has_the_statistics_of_attention_where_there_is_some(
 
 
 def test_only_full_steps_of_training_are_measured() -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture_run(model, every_n_steps=2) as run:
-        for _ in range(4):
-            with torch.no_grad():
-                model(batch())
-            model(batch()).square().mean().backward()
-            optimizer.step()
+    def loss(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            model(batch())
+        return loss_of(model, batch())
+
+    with capture_run(model := Net(), every_n_steps=2) as run:
+        finish(training(loss, 4)(model, None))
     assert ["attn" in record.attention for record in run.records] == [True, False, True, False]
 
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import HookLogger
+from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
 from tests.helpers.hand import (
     TwoParts,
@@ -300,20 +301,19 @@ def test_steps_of_a_second_optimizer_are_counted_once_the_first_has_stopped(
 def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
     def gan() -> nn.Module:
         generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-        return nn.ModuleList([generator, mlp()])
+        return nn.ModuleDict({"g": generator, "d": mlp()})
 
-    recorders: list[Recorder] = []
+    recorders = {"g": Recorder(), "d": Recorder()}
 
     def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
-        g, d = model
+        g, d = model.children()
         g_optimizer = torch.optim.Adam(g.parameters(), lr=0.01)
         d_optimizer = torch.optim.Adam(d.parameters(), lr=0.01)
         if logger is not None:
             logger.remove()
-            recorders.extend([Recorder(), Recorder()])
             loggers = [
-                HookLogger(g, tmp_path / "g", alerts=[recorders[0]], every_n_steps=1),
-                HookLogger(d, tmp_path / "d", alerts=[recorders[1]], every_n_steps=1),
+                HookLogger(part, tmp_path / name, alerts=[recorders[name]], every_n_steps=1)
+                for name, part in model.named_children()
             ]
         for _ in range(3):
             fake = g(batch())
@@ -332,7 +332,7 @@ def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
                 each.close()
 
     assert_left_alone(gan, loop, tmp_path)
-    g_records, d_records = (recorder.records for recorder in recorders)
+    g_records, d_records = (recorder.records for recorder in recorders.values())
     assert [record.step for record in g_records] == [0, 1, 2]
     assert [record.activations["0"].calls for record in g_records] == [1, 1, 1]
     assert [record.activation_grads["2"].calls for record in g_records] == [1, 1, 1]
@@ -340,29 +340,24 @@ def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
     assert [record.activations["0"].calls for record in d_records] == [2, 3, 3]
 
 
-def test_an_optimizer_of_two_models_ends_the_steps_of_the_models_that_it_has(
-    tmp_path: Path,
-) -> None:
-    encoder, decoder, recorders = mlp(), nn.Linear(2, 4), [Recorder(), Recorder()]
+def test_an_optimizer_of_two_models_ends_the_steps_of_the_models_that_it_has() -> None:
+    encoder, decoder = mlp(), nn.Linear(2, 4)
     optimizer = torch.optim.Adam(decoder.parameters(), lr=0.01)
-    with (
-        HookLogger(encoder, tmp_path / "a", alerts=[recorders[0]], every_n_steps=1) as first,
-        HookLogger(decoder, tmp_path / "b", alerts=[recorders[1]], every_n_steps=1),
-    ):
+    with capture_run(encoder) as first, capture_run(decoder) as second:
         decoder(torch.randn(6, 2)).sum().backward()
         optimizer.step()
-        assert first.current_step == 0
+        assert not first.records
         optimizer.add_param_group({"params": encoder.parameters()})
         for _ in range(2):
             x = batch()
             optimizer.zero_grad()
             (decoder(encoder(x)) - x).square().mean().backward()
             optimizer.step()
-    for recorder, norms in zip(recorders, (4, 2), strict=True):
-        assert [len(record.grads) for record in recorder.records][-2:] == [norms] * 2
-        assert recorder.records[0].grad_present.all()
-    assert [len(recorder.records) for recorder in recorders] == [2, 3]
-    assert recorders[1].records[1].activations[""].calls == 1
+    assert [len(record.grads) for record in first.records] == [4] * 2
+    assert [len(record.grads) for record in second.records] == [2] * 3
+    assert first.records[0].grad_present.all()
+    assert second.records[0].grad_present.all()
+    assert second.records[1].activations[""].calls == 1
 
 
 # --- modes of the caller --------------------------------------------------------------------------

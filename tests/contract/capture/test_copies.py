@@ -194,23 +194,16 @@ def replicas_of(model: nn.Module, count: int = 2) -> list[nn.Module]:
     return replicas
 
 
-def in_turn(function: Callable[..., Tensor], *lists: list[Any]) -> list[Tensor]:
-    return [*map(function, *lists)]
-
-
-def on_a_thread(function: Callable[..., Tensor], *lists: list[Any]) -> list[Tensor]:
-    with ThreadPoolExecutor(1) as threads:  # the replicas share buffers
-        return [*threads.map(function, *lists)]
-
-
-@pytest.mark.parametrize("apply", [in_turn, on_a_thread])
+@pytest.mark.parametrize("on_a_thread", [False, True])
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 def test_replicas_of_data_parallel_are_not_logged(
-    tmp_path: Path, every_n_steps: int, apply: Callable[..., list[Tensor]]
+    tmp_path: Path, every_n_steps: int, on_a_thread: bool
 ) -> None:
     def loss(model: nn.Module) -> Tensor:
         inputs = [batch(), batch()]
-        outputs = apply(lambda replica, x: replica(x), replicas_of(model), inputs)
+        with ThreadPoolExecutor(1) as thread:  # one, as the replicas share buffers
+            apply = thread.map if on_a_thread else map
+            outputs = [*apply(lambda replica, x: replica(x), replicas_of(model), inputs)]
         return torch.cat(outputs).square().mean()
 
     loop = training(loss)

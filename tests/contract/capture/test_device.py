@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -156,21 +157,29 @@ def test_the_training_thread_reads_no_value(
     assert not {name: of_ours[f"aten::{name}"] for name in waiting if of_ours[f"aten::{name}"]}
 
 
-def test_a_gradient_whose_norm_leaves_float32_is_finite_at_a_full_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def large(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for value in (1e25, float("inf")):
-            loss = model(torch.full((4, 3), 1.0)).sum()
+def loop_of_gradients(*values: float | None) -> Loop:
+    """A loop in which all gradients of the first weight are a step's value, if it has one."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-20)
+        first = next(model.parameters())
+        for value in values:
+            loss = model(torch.ones(4, 3)).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            model[0].weight.grad.fill_(value)
+            if value is not None:
+                first.grad.fill_(value)
             optimizer.step()
             yield loss
 
+    return loop
+
+
+def test_a_gradient_whose_norm_leaves_float32_is_finite_at_a_full_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere(monkeypatch)
-    outcome = run(lambda: nn.Sequential(nn.Linear(3, 2)), large, tmp_path)
+    outcome = run(partial(nn.Linear, 3, 2), loop_of_gradients(1e25, math.inf), tmp_path)
     huge, infinite = outcome.full
     assert huge.grad_finite.all()
     assert huge.grad_norms[0] == pytest.approx(6**0.5 * 1e25, rel=1e-6)
@@ -182,32 +191,21 @@ def test_an_infinite_norm_of_an_ordinary_step_is_not_called_nonfinite_before_the
 ) -> None:
     """The norm in float32 does not say whether an element is infinite."""
 
-    def large(value: float, model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-20)
-        for step in range(4):
-            loss = model(torch.full((4, 3), 1.0)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            if step == 1:
-                model[0].weight.grad.fill_(value)
-            optimizer.step()
-            yield loss
-
     elsewhere(monkeypatch)
     finite_at = {}
-    for value in (1e25, float("inf")):
+    for value in (1e25, math.inf):
         outcome = run(
             lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)),
-            partial(large, value),
+            loop_of_gradients(None, value, None, None),
             tmp_path / str(value),
             every_n_steps=100,
-            max_overhead=float("inf"),
+            max_overhead=math.inf,
         )
         assert [record.full for record in outcome.records[:2]] == [True, False]
-        assert 1e19 < outcome.records[1].grad_norms[0] < float("inf")
+        assert 1e19 < outcome.records[1].grad_norms[0] < math.inf
         kinds = {alert.kind for alert in alerts_of(outcome.records)}
         finite_at[value] = "nonfinite" not in kinds
-    assert finite_at == {1e25: True, float("inf"): False}
+    assert finite_at == {1e25: True, math.inf: False}
 
 
 def test_norms_that_overflow_before_a_fused_optimizer_unscales_them(
@@ -218,7 +216,7 @@ def test_norms_that_overflow_before_a_fused_optimizer_unscales_them(
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu")
     with capture_run(model) as run:
-        for scale in (1.0, float("inf"), 1e17):
+        for scale in (1.0, math.inf, 1e17):
             optimizer.zero_grad()
             scaler.scale(model(torch.ones(2, 3)).sum() * scale).backward()
             scaler.step(optimizer)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from telemetry import HookLogger
 from tests.helpers.applied import Applied
 from tests.helpers.hand import array, assert_logged, assert_tensor, by_hand, check
-from tests.helpers.twins import assert_left_alone, batch, loss_of, training
+from tests.helpers.twins import assert_left_alone, batch, loss_of, scaled_loop, training
 
 
 def mlp() -> nn.Sequential:
@@ -53,39 +53,6 @@ OPTIMIZERS = {
     "not fused": partial(torch.optim.AdamW, lr=0.01),
     "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
 }
-OVERFLOWS = 1e38
-
-
-def scaled_loop(
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-    *,
-    overflow_at: tuple[int, ...] = (),
-    iterations: int = 6,
-    clip: float | None = None,
-    micro_batches: int = 1,
-    scale: float = 1024.0,
-    enabled: bool = True,
-) -> Callable[..., Iterator[Tensor]]:
-    """One yield per iteration; iterations ``overflow_at`` have infinite gradients."""
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = make_optimizer(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2, enabled=enabled)
-        for iteration in range(iterations):
-            optimizer.zero_grad()
-            for number in range(micro_batches):
-                loss = model(batch()).square().mean() / micro_batches
-                if iteration in overflow_at and number == micro_batches - 1:
-                    loss = loss * OVERFLOWS
-                scaler.scale(loss).backward()
-            if clip is not None:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            scaler.step(optimizer)
-            scaler.update()
-            yield loss
-
-    return loop
 
 
 def unscaled_loop(kind: str) -> Callable[..., Any]:

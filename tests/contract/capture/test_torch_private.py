@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.helpers.applied import Applied
 from tests.helpers.hand import by_hand, check, selective_checkpoint
 from tests.helpers.paths import ROOT
 from tests.helpers.require import needs_observable_graphs
-from tests.helpers.twins import assert_left_alone, batch, loss_of, mlp, training
+from tests.helpers.twins import assert_left_alone, batch, loss_of, mlp, scaled_loop, training
 
 
 @pytest.fixture(autouse=True)
@@ -123,17 +124,7 @@ def test_without_a_way_to_leave_modes_modules_in_selective_checkpointing_are_ski
 def test_without_the_scalers_state_gradients_are_logged_as_it_leaves_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.randn(6, 4)).square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            yield loss
-
+    loop = scaled_loop(partial(torch.optim.SGD, lr=0.1, momentum=0.9), iterations=3)
     hide(monkeypatch, name)
     outcome = assert_left_alone(mlp, loop, tmp_path)
     assert [record.loss_scale for record in outcome.records] == [None] * 3

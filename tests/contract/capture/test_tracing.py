@@ -97,11 +97,7 @@ def test_a_user_hook_still_prevents_scripting_of_a_module(tmp_path: Path) -> Non
         torch.jit.script(model)
 
 
-def on_meta() -> torch.device:
-    return torch.device("meta")
-
-
-@pytest.mark.parametrize("where", [FakeTensorMode, on_meta])
+@pytest.mark.parametrize("where", [FakeTensorMode, lambda: torch.device("meta")])
 def test_a_model_without_values_has_nothing_to_measure_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, where: Callable[[], Any]
 ) -> None:
