@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -35,7 +36,6 @@ CLAIMS: dict[str, Callable[[Records, int, tuple[str, ...]], bool]] = {
     r"(\w[\w.]*) \([\d.,]+x (?:above|below) usual at step (\d+)\)": lambda of, step, text: (
         text[0] in of[0].layout.owner_names and int(text[1]) <= step
     ),
-    r"measured at step (\d+)": lambda of, step, text: int(text[0]) <= step,
 }
 
 
@@ -63,14 +63,13 @@ def test_what_texts_assert_is_in_the_records(
 ) -> None:
     checked, wrong = set(), list[str]()
     for name, records, alert in found:
-        text = f"{alert['summary']}. {alert['cause']}."
-        earlier = re.search(r"\(measured at step (\d+)\)", text)
-        for pattern, holds in CLAIMS.items():
+        measured_at = alert["step"] if alert["measured_at"] is None else alert["measured_at"]
+        assert measured_at <= alert["step"]
+        texts = {f"{alert['summary']}. {alert['cause']}.": measured_at}
+        texts |= {alert["added"]: alert["step"]} if alert["added"] else {}
+        for (text, step), (pattern, holds) in itertools.product(texts.items(), CLAIMS.items()):
             for claim in re.finditer(pattern, text):
                 checked.add(pattern)
-                is_earlier = earlier is not None and claim.start() < earlier.start()
-                now = alert["step"] if alert["measured_at"] is None else alert["measured_at"]
-                step = int(earlier[1]) if earlier is not None and is_earlier else now
                 if not holds(records, step, claim.groups()):
                     wrong.append(f"{name}: {claim[0]}")
     assert wrong == []
