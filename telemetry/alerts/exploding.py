@@ -175,13 +175,13 @@ class ExplodingGradient(Detector):
         explodes |= self._steps_lasting >= shared.FEWEST and lost and not self._may_be_from_loss
         led = baseline.gradients_led and baseline.large_step >= norm.jump_step
         explodes |= led and len(loss.high) >= shared.AGAIN
+        now_at = record.step, record.total_grad_norm, norm.usual
         if record.total_grad_norm > norm.usual:
-            self._latest_above = record.step, record.total_grad_norm, norm.usual
+            self._latest_above = now_at
         # After a jump of the rate, loss_divergence needs some losses.
         if not (explodes or self._held) or baseline.since_rate_jump < shared.RECENT:
             return None
         # It may be confirmed at a step without a gradient.
-        now_at = record.step, record.total_grad_norm, norm.usual
         step, total, usual = self._held or self._latest_above or now_at
         waits = self.active_alert is None and self._blame.is_open
         self._held = (step, total, usual) if waits else None

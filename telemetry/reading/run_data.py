@@ -201,17 +201,18 @@ class RunData:
 
     def logged(self) -> dict[str, list[tuple[int, float]]]:
         """Return steps and values of the scalars that the user has logged, by tag."""
-        return {tag: points for tag, points in self._curves().items() if not tag.startswith(RUN)}
+        return self._curves(of_run=False)
 
     def costs(self) -> dict[str, list[tuple[int, float]]]:
         """Return steps and values of times and memory, by tag without TensorBoard's group."""
-        return {plain(tag): of for tag, of in self._curves().items() if tag.startswith(RUN)}
+        return {plain(tag): points for tag, points in self._curves(of_run=True).items()}
 
-    def _curves(self) -> dict[str, list[tuple[int, float]]]:
+    def _curves(self, *, of_run: bool) -> dict[str, list[tuple[int, float]]]:
         found: dict[str, dict[int, float]] = defaultdict(dict)
         for part in self._parts:
             for tag, (steps, values) in part.curves().items():
-                found[tag].update(zip(steps.tolist(), values.tolist(), strict=True))
+                if tag.startswith(RUN) == of_run:
+                    found[tag].update(zip(steps.tolist(), values.tolist(), strict=True))
         return {tag: sorted(points.items()) for tag, points in found.items() if points}
 
     # --- statistics of layers --------------------------------------------------------------------

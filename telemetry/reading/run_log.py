@@ -61,7 +61,7 @@ class Part:
         return [frame for frame in self.kept[kind] if frame.step < self.end]
 
     def curves(self) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Return steps and values of the scalars that the user has logged, by tag."""
+        """Return steps and values of logged scalars, and of times and memory, by tag."""
         found = {tag: (np.array(s), np.array(v)) for tag, (s, v) in self.scalars.items()}
         return {tag: (s[s < self.end], v[s < self.end]) for tag, (s, v) in found.items()}
 

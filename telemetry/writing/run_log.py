@@ -137,8 +137,8 @@ class RunLog:
         step = max(last_step + (exception is not None), 0)
         batches = self.batches.of(step) if failure else ()
         random = self._random if failure else None
-        step, now_s = max(last_step, 0), time.time()
-        self._write(End(step, now_s, failure, batches, random, full_steps), flush=True)
+        frame = End(max(last_step, 0), time.time(), failure, batches, random, full_steps)
+        self._write(frame, flush=True)
 
     def _write_needed(self, frame: Frame) -> None:
         """Write a frame that readers need in each file."""
