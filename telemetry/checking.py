@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from telemetry.alert import Alert, located
+from telemetry.alerts import shared
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingGradient
@@ -428,6 +429,9 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
         matrices = (w for name, w in record.weights.items() if name in record.layout.matrices)
         if any(weight.sketch.min == weight.sketch.max == 0 for weight in matrices):
             return "dependence on the inputs: a weight matrix starts at zero"
+        # Under no_grad(), or behind a function without a gradient, they may depend on them.
+        if (flat - flat[0]).abs().max() > shared.EXACT * flat.abs().max():
+            return "samples: no gradient of the outputs reaches the inputs"
         return InputIgnored.alert("The outputs do not depend on the inputs", 0.0)
     if not leaks.any():
         return None

@@ -125,6 +125,12 @@ def test_each_fault_is_found_with_its_kind_and_layer(
     assert result.exit_code == exit_code
 
 
+def test_a_function_without_a_gradient_is_no_ignored_input() -> None:
+    result = check_classes(between(lambda head, h: head(h.round())))
+    assert "input_ignored" not in {finding.kind for finding in result.findings}
+    assert result.skipped == ("samples: no gradient of the outputs reaches the inputs",)
+
+
 @pytest.mark.parametrize(
     ("loss", "severity"),
     [
