@@ -14,6 +14,7 @@ import torch
 from rich.text import Text
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -152,9 +153,14 @@ def check(
 
     Raises:
         TypeError: The model is no module, or the inputs or the loss function are another argument.
-        ValueError: No loss was found, it does not depend on any parameter, or all are frozen.
+        ValueError: No loss was found, it does not depend on any parameter, or all are frozen, or
+            the model has lazy modules that were not called.
     """
     check_model(model, "check")
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError(
+            "check(model=...): a lazy module has no parameters yet; call the model once before"
+        )
     if isinstance(inputs, nn.Module):
         raise TypeError(f"check(inputs=...): must be a batch, not {type_of(inputs)}")
     if loss_function is not None and not callable(loss_function):

@@ -266,6 +266,11 @@ def test_arguments_in_another_order_are_named(given: Any, targets: Any, name: st
         telemetry.check(*given, targets=targets)
 
 
+def test_a_lazy_module_has_to_be_called_before() -> None:
+    with pytest.raises(ValueError, match=r"check\(model=.*call the model once before"):
+        telemetry.check(nn.LazyLinear(3), INPUTS, LOSS, targets=CLASSES)
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
