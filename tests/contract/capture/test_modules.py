@@ -303,9 +303,8 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
                     loss = model(torch.randn(3, 4)).square().sum()
                 elif moment == "after forward":
                     loss.backward()
-                    before = grad_norm(model)
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            used = grad_norm(model)
+                    before = float(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+            used = math.hypot(*(p.grad.norm() for p in model.parameters() if p.grad is not None))
             optimizer.step()
             record = captured.records[-1]
             assert record.step == step
@@ -319,11 +318,6 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
                     assert clipped is None  # of removed parameters
                 else:
                     assert clipped == pytest.approx(before, rel=1e-4)
-
-
-def grad_norm(model: nn.Module) -> float:
-    norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-    return math.hypot(*norms)
 
 
 def test_frozen_weights_that_no_optimizer_holds_and_no_replaced_module_are_measured() -> None:

@@ -198,7 +198,9 @@ def two_losses_of_one_graph(p: Program) -> None:
         out.abs().mean().backward()
 
 
-def step_by_closures(p: Program, optimizer: Optimizer) -> None:
+def step_by_closures(p: Program, make: Callable[..., Optimizer]) -> None:
+    optimizer = make(p.model.parameters())
+
     def closure() -> float:
         optimizer.zero_grad()
         loss = loss_of(p.model)
@@ -215,14 +217,11 @@ def step_by_closures(p: Program, optimizer: Optimizer) -> None:
         p.step_ended()
 
 
-@program(net)
-def closure_of_lbfgs(p: Program) -> None:
-    step_by_closures(p, torch.optim.LBFGS(p.model.parameters(), 0.1, max_iter=1))
-
-
-@program(net)
-def closure_of_sgd(p: Program) -> None:
-    step_by_closures(p, SGD(p.model.parameters(), 0.1, momentum=0.9))
+PROGRAMS["closure_of_lbfgs"] = (
+    net,
+    partial(step_by_closures, make=partial(torch.optim.LBFGS, lr=0.1, max_iter=1)),
+)
+PROGRAMS["closure_of_sgd"] = net, partial(step_by_closures, make=partial(SGD, lr=0.1, momentum=0.9))
 
 
 @program(net)

@@ -6,7 +6,6 @@ A fault is an alert of severity ``error`` or an exception that ends the training
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -23,27 +22,14 @@ from telemetry import Alert, HookLogger, Output, StepRecord, TelemetryAlert
 from tests.helpers.captured import fit
 from tests.helpers.known_runs import alert_at
 from tests.helpers.rules import rule
-from tests.helpers.shell import records, run
+from tests.helpers.shell import call, records
 from tests.helpers.tiny_run import TinyRun, whole_run
 from tests.helpers.twins import Recorder, descend
 
-Explain = Callable[[Path], list[dict[str, Any]]]
 
-
-@pytest.fixture
-def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
-    """Return the faults of a run in their order; the output is JSON that any reader takes."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    def faults_of(log_dir: Path) -> list[dict[str, Any]]:
-        capsys.readouterr()
-        assert run("explain", "--json", log_dir) == 0
-        faults = json.loads(capsys.readouterr().out, parse_constant=refuse)
-        return sorted(faults, key=lambda fault: fault["step"])
-
-    return faults_of
+def explain(log_dir: Path) -> list[dict[str, Any]]:
+    """Return the faults of a run in their order."""
+    return sorted(records("explain", log_dir), key=lambda fault: fault["step"])
 
 
 def small_cnn() -> nn.Sequential:
@@ -87,7 +73,7 @@ def moments(fault: dict[str, Any]) -> list[tuple[str, int]]:
     return [(profile["when"], profile["step"]) for profile in fault["profiles"]]
 
 
-def test_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path, explain: Explain) -> None:
+def test_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         train(tmp_path, steps=93, nan_at=83)
     [fault] = explain(tmp_path)
@@ -111,9 +97,7 @@ def test_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path, explain: E
     assert fault["exception"]["type"] == "IndexError"
 
 
-def test_a_fault_at_a_full_step_names_its_first_bad_module(
-    tmp_path: Path, explain: Explain
-) -> None:
+def test_a_fault_at_a_full_step_names_its_first_bad_module(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         train(tmp_path, steps=23, nan_at=20)
     [fault] = explain(tmp_path)
@@ -128,7 +112,7 @@ def test_a_fault_at_a_full_step_names_its_first_bad_module(
     assert profiles["before"]["nonfinite"] == [0] * 6
 
 
-def test_figures_equal_those_of_the_record(tmp_path: Path, explain: Explain) -> None:
+def test_figures_equal_those_of_the_record(tmp_path: Path) -> None:
     recorder = Recorder()
     rules = [recorder, alerts_at(4, module="")]
     whole_run(tmp_path, 7, every_n_steps=2, alerts=rules)
@@ -149,7 +133,7 @@ def test_figures_equal_those_of_the_record(tmp_path: Path, explain: Explain) -> 
 
 
 def test_the_steps_around_a_fault_are_kept_and_errors_among_them_belong_to_it(
-    tmp_path: Path, explain: Explain
+    tmp_path: Path,
 ) -> None:
     """Two hundred steps, of which fifty come after it; later errors are another fault."""
     rules = [
@@ -175,15 +159,13 @@ def test_the_steps_around_a_fault_are_kept_and_errors_among_them_belong_to_it(
     assert other["alerts"][-1]["step"] == 400
 
 
-def test_an_alert_at_the_first_step_has_no_profile_before_it(
-    tmp_path: Path, explain: Explain
-) -> None:
+def test_an_alert_at_the_first_step_has_no_profile_before_it(tmp_path: Path) -> None:
     whole_run(tmp_path, alerts=[alerts_at(0)])
     [fault] = explain(tmp_path)
     assert moments(fault) == [("at", 0)]
 
 
-def test_random_states_repeat_the_batch(tmp_path: Path, explain: Explain) -> None:
+def test_random_states_repeat_the_batch(tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
     model = small_cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,9 +189,7 @@ def test_random_states_repeat_the_batch(tmp_path: Path, explain: Explain) -> Non
 
 
 @pytest.mark.parametrize("alerts", [(), [alerts_at(12)]], ids=["alone", "after an alert"])
-def test_an_exception_that_ends_the_training_is_a_fault(
-    tmp_path: Path, explain: Explain, alerts: Any
-) -> None:
+def test_an_exception_that_ends_the_training_is_a_fault(tmp_path: Path, alerts: Any) -> None:
     tiny = TinyRun(tmp_path, alerts=alerts)
     with suppress(LookupError), tiny.logger:
         tiny.train(13)
@@ -235,7 +215,7 @@ def test_an_exception_that_ends_the_training_is_a_fault(
     ],
 )
 def test_an_intended_end_warnings_and_resolved_errors_are_no_faults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], exception: BaseException | None
+    tmp_path: Path, exception: BaseException | None
 ) -> None:
     tiny = TinyRun(tmp_path, alerts=[alerts_at(1, severity="warning"), alerts_at(resolved=2)])
     with suppress(BaseException), tiny.logger:
@@ -243,12 +223,13 @@ def test_an_intended_end_warnings_and_resolved_errors_are_no_faults(
         if exception is not None:
             raise exception
     assert len(tiny.logger.alerts) == 2
-    assert run("explain", tmp_path) == 2
-    assert "no alert of severity error" in capsys.readouterr().err
+    done = call("explain", tmp_path)
+    assert done.returncode == 2
+    assert "no alert of severity error" in done.stderr
     assert [row["status"] for row in records("runs", tmp_path)] == ["ended"]
 
 
-def test_a_run_keeps_its_first_faults(tmp_path: Path, explain: Explain) -> None:
+def test_a_run_keeps_its_first_faults(tmp_path: Path) -> None:
     steps = range(0, 600, 60)
     whole_run(tmp_path, 600, alerts=[alerts_at(*steps)])
     faults = explain(tmp_path)
