@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
+from functools import partial
 from operator import sub
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.testing import capture_run
 from tests.helpers.known_runs import alert_at
+from tests.helpers.loops import batches
 from tests.helpers.twins import assert_left_alone, descend, run
 
 
@@ -143,20 +144,11 @@ def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Pat
 STEPS = 300
 
 
+LOOP = partial(batches, steps=STEPS)
+
+
 def deep() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
-
-
-def losses(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(torch.rand(8, 4)), torch.rand(8, 4))
-        loss.backward()
-        if logger is not None:
-            logger.log(loss=loss)
-        optimizer.step()
-        yield loss
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
 
 
 def curves(log_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -168,7 +160,7 @@ def test_a_limit_that_nothing_fits_leaves_one_full_step_and_norms_of_one_step_in
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = {"every_n_steps": 10, "max_overhead": 1e-9}
-    outcome = assert_left_alone(deep, losses, tmp_path, **limits)
+    outcome = assert_left_alone(deep, LOOP, tmp_path, **limits)
     assert [record.step for record in outcome.full] == [0]
     steps = [record.step for record in outcome.records]
     assert {*map(sub, steps[3:], steps[2:])} == {64}
@@ -188,7 +180,7 @@ def test_a_limit_that_nothing_fits_leaves_one_full_step_and_norms_of_one_step_in
 def test_without_a_limit_no_full_step_is_postponed_and_no_overhead_is_written(
     tmp_path: Path, limit: dict[str, Any]
 ) -> None:
-    outcome = run(deep, losses, tmp_path, every_n_steps=10, **limit)
+    outcome = run(deep, LOOP, tmp_path, every_n_steps=10, **limit)
     assert [record.step for record in outcome.full] == [*range(0, STEPS, 10)]
     assert [record.step for record in outcome.records] == [*range(STEPS)]
     assert not [tag for tag in curves(tmp_path) if "overhead" in tag or "every_n" in tag]
