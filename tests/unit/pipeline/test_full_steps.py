@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from operator import sub
@@ -19,7 +18,7 @@ from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.testing import capture_run
 from tests.helpers.known_runs import alert_at
 from tests.helpers.loops import batches
-from tests.helpers.twins import assert_left_alone, descend, run
+from tests.helpers.twins import Blocked, Recorder, assert_left_alone, descend, run
 
 
 class Requests(Rule):
@@ -123,22 +122,15 @@ def test_full_steps_are_counted_as_scheduled_or_requested_and_restored(tmp_path:
 
 
 def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Path) -> None:
-    may_judge, model = threading.Event(), nn.Linear(2, 1)
-    full: list[int] = []
-
-    def slow(record: StepRecord) -> Iterable[Alert]:
-        assert may_judge.wait(120)
-        full.extend([record.step] * record.full)
-        return ()
-
-    rules = [slow, Requests(at={1, 2})]
+    model, slow, recorder = nn.Linear(2, 1), Blocked(), Recorder()
+    rules = [slow, recorder, Requests(at={1, 2})]
     with HookLogger(model, tmp_path, every_n_steps=1000, alerts=rules) as logger:
         train(model, 10, after=lambda: None)
-        may_judge.set()
+        slow.may_judge.set()
         logger.flush()
         train(model, 5, after=lambda: None)
     # Step 10 is decided when step 9 ends.
-    assert full == [0, 11]
+    assert [record.step for record in recorder.records if record.full] == [0, 11]
 
 
 STEPS = 300

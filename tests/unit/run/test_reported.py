@@ -10,7 +10,7 @@ import pty
 import struct
 import termios
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from tests.helpers.loops import (
 from tests.helpers.scripted import Scripted, finding
 from tests.helpers.scripts import run_script
 from tests.helpers.shell import lines, records
-from tests.helpers.twins import Recorder, descend
+from tests.helpers.twins import Blocked, Recorder, descend
 
 
 def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
@@ -155,20 +155,16 @@ def test_a_callback_may_flush_or_close_the_writer(
 
 
 def test_a_callback_may_close_the_logger_and_queued_steps_are_checked(tmp_path: Path) -> None:
-    model, recorder, closed = mlp(), Recorder(), threading.Event()
-    may_start = threading.Event()
-
-    def blocked(record: StepRecord) -> Iterable[Alert]:
-        assert may_start.wait(120)
-        return fault_at(1)(record)
+    model, blocked, recorder, closed = mlp(), Blocked(), Recorder(), threading.Event()
 
     def on_alert(alert: Alert) -> None:
         logger.close()
         closed.set()
 
-    logger = HookLogger(model, tmp_path, alerts=[blocked, recorder], on_alert=on_alert)
+    rules = [blocked, fault_at(1), recorder]
+    logger = HookLogger(model, tmp_path, alerts=rules, on_alert=on_alert)
     train(model, steps=9)
-    may_start.set()
+    blocked.may_judge.set()
     assert closed.wait(120)
     logger.close()  # returns after the callback's close()
     assert [record.step for record in recorder.records] == list(range(9))
