@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Container, Iterable
 from functools import partial
@@ -16,8 +17,10 @@ from torch import nn
 import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.testing import capture_run
+from tests.helpers.figures import figures
 from tests.helpers.known_runs import alert_at
-from tests.helpers.loops import batches
+from tests.helpers.loops import batches, measured_steps, small_cnn
+from tests.helpers.shell import lines
 from tests.helpers.twins import Blocked, Recorder, assert_left_alone, descend, run
 
 
@@ -119,6 +122,36 @@ def test_full_steps_are_counted_as_scheduled_or_requested_and_restored(tmp_path:
         counts = curves(tmp_path / name)
         assert counts["full_steps/scheduled"][-1][1] == scheduled
         assert counts["full_steps/requested"][-1][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "every_n_steps", "level", "counts"),
+    [
+        ([], 10, logging.INFO, (2, 0)),
+        ([Requests(follows=True)], 5, logging.INFO, (3, 3)),
+        ([Requests(follows=True)], 10, logging.WARNING, (2, 3)),
+        ([Requests(follows=True)], 100, logging.INFO, (1, 3)),
+    ],
+)
+def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    rules: list[Rule],
+    every_n_steps: int,
+    level: int,
+    counts: tuple[int, int],
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = small_cnn()
+    logger = HookLogger(model, tmp_path, every_n_steps=every_n_steps, alerts=rules)
+    for _ in batches(model, logger, steps=11):
+        logger.flush()
+    logger.close()
+    [message] = [line for line in caplog.records if "full steps" in line.getMessage()]
+    assert isinstance(message.args, tuple)
+    assert (message.levelno, message.args[:2]) == (level, counts)
+    assert len(measured_steps(tmp_path)) == sum(counts)
+    assert figures(lines("summary", tmp_path)[1]) == [*counts]
 
 
 def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Path) -> None:
