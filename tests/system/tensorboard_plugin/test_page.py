@@ -1,4 +1,4 @@
-"""The data on the Telemetry page: in Chromium, inside of TensorBoard, with both loaders."""
+"""The data on the Telemetry page: in Chromium, inside of TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tests.helpers import page_runs
 from tests.helpers.browser import TelemetryPage
 from tests.helpers.known_runs import alert_at, layout_of, write_run
 
-pytestmark = pytest.mark.parametrize("loader", ["slow", "fast"], indirect=True, scope="module")
 write = page_runs.write_runs
 
 
@@ -112,6 +111,7 @@ def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
     assert page.page.evaluate("window.hacked") is None
 
 
+@pytest.mark.parametrize("loader", [None, "slow"], indirect=True, scope="module")
 def test_live_mode_follows_a_growing_run(page: TelemetryPage, logdir: Path, loader: str) -> None:
     run = f"live-{loader}"
 
