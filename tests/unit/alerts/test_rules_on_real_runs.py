@@ -12,8 +12,8 @@ from torch.optim import SGD
 
 from telemetry import Alert
 from tests.helpers.applied import Applied
-from tests.helpers.captured import captured
 from tests.helpers.interrupted_runs import Run, digits
+from tests.helpers.small_runs import captured
 
 IMAGES, LABELS = digits()
 
