@@ -14,10 +14,12 @@ import torch
 from rich.text import Text
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from telemetry.alert import Alert, located
+from telemetry.alerts import shared
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingGradient
@@ -151,9 +153,14 @@ def check(
 
     Raises:
         TypeError: The model is no module, or the inputs or the loss function are another argument.
-        ValueError: No loss was found, it does not depend on any parameter, or all are frozen.
+        ValueError: No loss was found, it does not depend on any parameter, or all are frozen, or
+            the model has lazy modules that were not called.
     """
     check_model(model, "check")
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError(
+            "check(model=...): a lazy module has no parameters yet; call the model once before"
+        )
     if isinstance(inputs, nn.Module):
         raise TypeError(f"check(inputs=...): must be a batch, not {type_of(inputs)}")
     if loss_function is not None and not callable(loss_function):
@@ -428,6 +435,9 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
         matrices = (w for name, w in record.weights.items() if name in record.layout.matrices)
         if any(weight.sketch.min == weight.sketch.max == 0 for weight in matrices):
             return "dependence on the inputs: a weight matrix starts at zero"
+        # Under no_grad(), or behind a function without a gradient, they may depend on them.
+        if (flat - flat[0]).abs().max() > shared.EXACT * flat.abs().max():
+            return "samples: no gradient of the outputs reaches the inputs"
         return InputIgnored.alert("The outputs do not depend on the inputs", 0.0)
     if not leaks.any():
         return None

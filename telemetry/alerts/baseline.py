@@ -319,6 +319,12 @@ class LayerNorms:
     # factor of ten and four deviations, also without the change that all layers share. Layers that
     # were zero before (experts, embeddings) do not count.
     are_unusual: bool = False
+    # Consecutive steps, [layers], at which a layer's norm over the median one of all layers was
+    # thirty times its highest; such steps count for that only if they last.
+    steps_apart: Figures
+    apart: Figures  # log10 of how many times, [layers]
+    _highest_share: Figures
+    _finite_steps: Figures
     _limit: Figures
     _unusual_steps: Figures
     _since: int = 0
@@ -330,7 +336,8 @@ class LayerNorms:
     def _begin(self, names: tuple[str, ...]) -> None:
         self.names, self.levels, self.steps = names, np.zeros((0, len(names))), []
         self.usual = self.growth = self._limit = np.full(len(names), np.nan)
-        self.highest = np.full(len(names), -np.inf)
+        self.highest, self._highest_share = np.full((2, len(names)), -np.inf)
+        self.steps_apart, self.apart, self._finite_steps = np.zeros((3, len(names)))
         self._unusual_steps, self._since = np.zeros(len(names)), 0
 
     @np.errstate(invalid="ignore")  # of -inf
@@ -340,6 +347,7 @@ class LayerNorms:
             self._begin(record.layout.owner_names)
         self.levels = np.concatenate([self.levels[1 - _ROWS :], record.owner_grad_levels[None]])
         self.highest = np.maximum(self.highest, self.levels[-1])
+        self._compare_with_others()
         growth = self.growth = self.levels[-1] - self.usual
         finite = growth[np.isfinite(growth)]
         # A change of all layers is learning, or visible in the total norm.
@@ -359,6 +367,22 @@ class LayerNorms:
         off = np.sort(np.abs(window - self.usual), axis=0)[len(window) // 2]
         self._limit = np.maximum(shared.TENFOLD, shared.WORSE * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
+
+    def _compare_with_others(self) -> None:
+        """Compare each norm with the median one, which a clipped step leaves as it is."""
+        finite = np.isfinite(self.levels[-1])
+        self._finite_steps += finite
+        if np.count_nonzero(finite) < shared.SEVERAL:
+            return
+        share = self.levels[-1] - np.median(self.levels[-1][finite])
+        self.apart = share - self._highest_share
+        is_apart = finite & (self.apart > math.log10(shared.THIRTYFOLD))
+        is_apart &= self._finite_steps > shared.LATEST
+        self.steps_apart = np.where(is_apart, self.steps_apart + 1, 0)
+        is_usual = ~is_apart | (self.steps_apart > shared.LATEST)
+        self._highest_share = np.where(
+            is_usual, np.maximum(self._highest_share, share), self._highest_share
+        )
 
     def onsets(self, since: int) -> Sequence[Onset]:
         """Return the layers whose norm had left its baseline by step ``since``, earliest first."""

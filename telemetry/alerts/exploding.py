@@ -84,7 +84,8 @@ class ExplodingGradient(Detector):
 
     *Over time* it takes ``factor`` at three consecutive steps, or tenfold that at one; or fivefold
     the maximum, then a step of a fifth of the weights' norm and a loss above all before; or
-    ``lasting_factor`` at ten more steps than not, and a risen loss. Growth that comes from the loss
+    ``lasting_factor`` at ten more steps than not, and a risen loss; or tenfold, while a layer grows
+    thirtyfold compared with most layers at three steps. Growth that comes from the loss
     does not count: the first full step shows how much the gradient of the output grew.
 
     *Over depth*, either growth alone is common: each must have a third of the decades, at the first
@@ -136,11 +137,13 @@ class ExplodingGradient(Detector):
             self._blame.add(record, baseline)
             found = (
                 self._in_time(record, baseline)
+                or self._in_few_layers(record, baseline)
                 or self._before_clipping(record, baseline)
                 or self._over_depth(record, baseline)
             )
         is_candidate = baseline.since_norm_jump < shared.FEWEST and not record.full
         is_candidate |= self._amplified_steps == 1 or self._deep_steps > 0 or self._may_be_from_loss
+        is_candidate |= not record.full and bool(baseline.layers.steps_apart.any())
         self.needs_full_step = self.active_alert is None and is_candidate
         return found
 
@@ -199,6 +202,25 @@ class ExplodingGradient(Detector):
             started_at=step,
         )
 
+    def _in_few_layers(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        """Return an explosion of some layers alone; if it is clipped, full steps show the norm."""
+        layers, known = baseline.layers, [norm for _, norm in self._gains]
+        (apart,) = (layers.steps_apart >= shared.SEVERAL).nonzero()
+        has_grown = baseline.norm.above_window >= shared.TENFOLD
+        if record.full and known:
+            has_grown |= norm_before_clipping(record) > 10**shared.TENFOLD * max(known)
+        if not len(apart) or not has_grown or baseline.follows_rate_jump:
+            return None
+        last, times = layers.names[apart[-1]], float(10 ** layers.apart[apart[-1]])
+        return Finding(
+            summary=f"The gradient of {called(last)} is {figure(times)}x as large, compared with "
+            "that of most layers, as ever before",
+            advice=_ONE_LAYER,
+            value=times,
+            threshold=shared.THIRTYFOLD,
+            module_name=last,
+        )
+
     def _before_clipping(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return an explosion that clipping hides from the optimizer, at full steps."""
         norm, now = norm_before_clipping(record), gain(record)
@@ -210,7 +232,7 @@ class ExplodingGradient(Detector):
         far = now - usual >= math.log10(self.factor) and norm > 10**shared.TENFOLD * highest
         far &= len(self._gains) > 1
         self._amplified_steps = self._amplified_steps + 1 if far else 0
-        if not far:
+        if not far and not baseline.layers.steps_apart.any():
             self._gains.append((now, norm))
         if self._amplified_steps < shared.AGAIN:
             return None

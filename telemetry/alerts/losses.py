@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from telemetry.alerts import shared
-from telemetry.alerts.baseline import Baseline, Figures, Logged, LossJump, Rise
+from telemetry.alerts.baseline import Baseline, Logged, LossJump, Rise
 from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.exploding import Stretch, grown_gradients
-from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, called_owner, figure, steps_in_words
 from telemetry.records import StepRecord
-from telemetry.records.moments import mean_of, rms_of
-from telemetry.records.rows import Rows
-from telemetry.records.tensor import figures_of
+from telemetry.records.moments import rms_of
 
 
 class LossSpike(Detector):
@@ -362,26 +358,27 @@ class LossDivergence(Detector):
     losses: int = limit(shared.SEVERAL, "Consecutive losses far above those before.")
     _ratio: float = state(0.0)
     _large_at: int = state(-shared.NEVER)
-    _sums: SummedGradients = state(lambda: SummedGradients())
+    _unzeroed_steps: int = state(0)  # full steps in a row at which gradients were added to others
+    _norms: tuple[float, ...] = state(())  # of the first steps
+    _may_add_up: bool = state(False)  # as those norms grow, which the next full step explains
     _rise: Rise | None = state(None)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        self._sums.add(record)
+        self._look_for_sums(record)
         ratio = baseline.step_ratio if record.update_ratios else baseline.ratio_now
         if ratio >= self.update_ratio:
             self._large_at, self._ratio = record.step, ratio
         loss = baseline.loss
         rises = loss.high or loss.losses_lost == shared.RECENT
-        several = baseline.since_rate_jump <= shared.SOON or self._sums.needs_full_step
-        is_candidate = several or bool(rises and not record.full)
+        follows_jump = baseline.since_rate_jump <= shared.SOON
+        is_candidate = follows_jump or bool(rises and not record.full)
         self.needs_full_step = is_candidate and self.active_alert is None
-        self.needs_full_step |= self._sums.needs_full_step
-        self.full_steps_in_a_row = shared.SEVERAL if several else 1
-        if self._sums.is_sure:
+        self.needs_full_step |= self._may_add_up or self._unzeroed_steps == 1
+        self.full_steps_in_a_row = shared.SEVERAL if follows_jump else 1
+        if self._unzeroed_steps >= shared.AGAIN:
             norm, active = record.total_grad_norm, self.active_alert
             return Finding(
-                summary=f"Gradients add up from step to step: their norm is {figure(norm)}, and "
-                "grows",
+                summary=f"Gradients add up from step to step: their norm is {figure(norm)}",
                 cause=_NEVER_ZEROED,
                 advice=(
                     "Call optimizer.zero_grad() in every step, before backward()",
@@ -427,111 +424,25 @@ class LossDivergence(Detector):
             return True
         return self._rise is not None and not self._rise.is_undone(loss)
 
+    def _look_for_sums(self, record: StepRecord) -> None:
+        """Note whether gradients are added to those of the step before, which are not zeroed."""
+        if len(self._norms) <= _RISING:  # sums grow at each of the first steps
+            self._norms = (*self._norms, record.total_grad_norm)
+            rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
+            self._may_add_up = rises and self._norms[-1] > _SUMMED * self._norms[0]
+        if record.full and record.not_zeroed.size:
+            added = record.not_zeroed[record.held & record.grad_present]
+            is_sum = added.size > 0 and bool(added.mean() > shared.HALF)
+            self._unzeroed_steps = self._unzeroed_steps + 1 if is_sum else 0
+            self._may_add_up = False
 
+
+# Five random norms rise at each step once in 120 times: that costs a full step, no alert.
+_RISING = 4  # consecutive steps with a larger norm than the one before
+_SUMMED = 2.0  # times the first norm; five independent gradients add up to 2.2
 _NEVER_ZEROED = "They are not zeroed between these steps"
 _LOWER = ("Divide the learning rate by 3 to 10", "Warm it up")
 _INITIALIZE = (
     "Make these weights smaller: PyTorch's defaults start at 0.4x He initialization",
     *_LOWER,
 )
-
-
-class SummedGradients:
-    """Test whether each step's gradients are added to those of the step before.
-
-    A bias is added to each output of its layer, so its gradient is the sum of the gradients of
-    these outputs (chain rule). If gradients are not zeroed, it is that sum plus the bias's gradient
-    of the step before, which two consecutive full steps show. Clipping and loss scaling multiply
-    all gradients by one factor, which is estimated if there are several layers. If neither holds
-    (gradients averaged over ranks, a second backward pass, noise), the result is undecided.
-    """
-
-    is_sure: bool = False  # two consecutive pairs of steps show it, and none since contradicts
-    needs_full_step: bool = False  # two consecutive full steps would decide
-    _step: int = -2
-    _biases: dict[str, float]
-    _pairs: int = 0
-    _norms: tuple[float, ...] = ()
-    _requested: int = 0
-
-    def __init__(self) -> None:
-        self._biases = {}
-
-    def add(self, record: StepRecord) -> None:
-        if len(self._norms) <= _RISING:  # sums grow at each of the first steps
-            self._norms = (*self._norms, record.total_grad_norm)
-            rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
-            self._request(rises and self._norms[-1] > _SUMMED * self._norms[0])
-        is_first = len(self._norms) == 1
-        if not record.full:
-            return
-        given, biases = bias_gradients(record)
-        before = self._biases if record.step == self._step + 1 else {}
-        if given:
-            now, own = np.array([biases[name] for name in given]), np.array([*given.values()])
-            if _is_one_factor(now, own):
-                self._pairs, self.is_sure, self.needs_full_step = 0, False, False
-            elif before.keys() >= given.keys():
-                old = np.array([before[name] for name in given])
-                # Where nothing is clipped, the factor is 1. In SAM it is another one: the gradients
-                # of the first of its passes are zeroed.
-                whole, used = record.total_grad_norm_before_clipping, record.total_grad_norm
-                factor = used / whole if whole else None
-                self._pairs = self._pairs + 1 if _is_one_factor(now, own + old, factor) else 0
-                self.is_sure |= self._pairs >= shared.AGAIN
-                self.needs_full_step &= not self.is_sure and self._pairs > 0
-            elif is_first:  # there is nothing to add: the test does not work for this model
-                self._requested = shared.SEVERAL
-            else:
-                self._request(not self.is_sure)
-        self._step, self._biases = record.step, biases
-
-    def _request(self, might: bool) -> None:
-        if might and not self.needs_full_step and self._requested < shared.SEVERAL:
-            self.needs_full_step = True
-            self._requested += 1
-
-
-def bias_gradients(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the sums of each layer's output gradients, and its bias's gradient.
-
-    Sums that cancel out are omitted, as for the logits of a cross entropy.
-    """
-    given, biases, layout = {}, {}, record.layout
-    of_biases, rows = figures_of(record.grads, _sum_of), record.activation_grads.rows
-    totals, limits = _sum_of(rows), shared.EXACT * rms_of(rows) * rows.count
-    for row, name in enumerate(record.activation_grads):
-        bias = of_biases.get(f"{name}.bias")
-        adds_bias = layout.modules[layout.position[name]].type_name in _ADD_BIAS
-        if bias is not None and adds_bias and rows.count[row]:
-            biases[name] = bias
-            if abs(totals[row]) > limits[row]:
-                given[name] = float(totals[row])
-    return given, biases
-
-
-def _sum_of(rows: Rows) -> Figures:
-    """Return the sums of the finite values, scaled to all values."""
-    return mean_of(rows) * rows.count  # type: ignore[no-any-return]
-
-
-def _is_one_factor(values: Figures, others: Figures, known: float | None = None) -> bool:
-    """Whether ``values == factor * others`` for the known factor, or for any of at most 1.
-
-    Of one value, it is 1.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = values / others
-    if np.isnan(ratios).any():
-        return False
-    factor = median(ratios.tolist()) if len(ratios) >= shared.AGAIN else 1.0
-    if factor > 1 + shared.ROUNDED or (known and abs(factor - known) > shared.FEW * known):
-        return False
-    near = np.abs(ratios - factor) <= shared.ROUNDED * abs(factor)
-    return bool(np.count_nonzero(near) > shared.MOST * len(near))
-
-
-_ADD_BIAS = AFFINE | NORMALIZATIONS
-# Five random norms rise at each step once in 120 times: that costs full steps, no alert.
-_RISING = 4  # consecutive steps with a larger norm than the one before
-_SUMMED = 2.0  # times the first norm; five independent gradients add up to 2.2

@@ -387,16 +387,16 @@ class LossAtStart(CheckKind):
 class InputIgnored(CheckKind):
     """The outputs of a model do not depend on its inputs. Only ``telemetry.check`` reports it.
 
-    Evidence: the gradients of two samples' outputs with respect to all inputs are zero.
-    Causes: ``detach()``, a factor of zero, dead units, a ``forward`` that does not use its input.
+    Evidence: the outputs of all samples are equal, and have no gradient with respect to the inputs.
+    Causes: a factor of zero, dead units, a ``forward`` that ignores its input.
     Remedies: follow the input through ``forward``.
-    Silent: weight matrices that start at zero, outputs without a gradient.
+    Silent: weight matrices that start at zero, inputs or outputs without a gradient.
     Example: model.forward = lambda x: torch.zeros_like(x)
     """
 
     kind = "input_ignored"
     advice = (
-        "Check for detach(), a factor of zero, and dead units",
+        "Check for a factor of zero, and for dead units",
         "Check that forward() uses its input",
     )
 

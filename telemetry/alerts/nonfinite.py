@@ -322,7 +322,8 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
         names = [layout.parameters[i].module_name for i in order]
         bad = [place for place, i in enumerate(order) if not record.grad_finite[i]]
     behind = next(iter(names[bad[-1] + 1 :]), None) if bad else None
-    loss_is_good = record.loss is not None and not is_lost
+    # A loss that is logged after the step is that of the batch before.
+    loss_is_good = record.loss is not None and not is_lost and not record.loss_delay
     if not bad or not (record.outputs or behind is not None or loss_is_good):
         return _by_elimination(record)
     last = names[bad[-1]]

@@ -11,11 +11,11 @@ from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Marks, with_matrices
 from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.exploding import Stretch
-from telemetry.alerts.losses import bias_gradients
 from telemetry.layers import table
-from telemetry.layers.module_types import BOUNDED, UNBOUNDED
+from telemetry.layers.module_types import AFFINE, BOUNDED, NORMALIZATIONS, UNBOUNDED
 from telemetry.plain_text import called_all, called_owner, figure
 from telemetry.records import Layout, StepRecord
+from telemetry.records.moments import mean_of, rms_of
 
 
 class VanishingGradient(Detector):
@@ -212,8 +212,7 @@ class VanishingGradient(Detector):
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
-        given, biases = bias_gradients(record)
-        if any(biases[name] == 0 for name in given.keys() & {*names}):
+        if not _with_zeroed_bias(record).isdisjoint(names):
             return Finding(
                 summary=f"The gradient of {Stretch(names[0], names[-1])} has been 0 for {steps} "
                 "steps, though that of its outputs is not",
@@ -273,6 +272,29 @@ def _with_matrices(record: StepRecord) -> Marks:
     layout, matrices = record.layout, np.array([*record.layout.matrices.values()], np.intp)
     trained = layout.owners[matrices[record.grad_present[matrices]]]
     return np.isin(layout.owning, trained) | ~with_matrices(layout)
+
+
+def _with_zeroed_bias(record: StepRecord) -> set[str]:
+    """Return the modules whose bias has a gradient of 0 though that of its outputs is not.
+
+    A bias is added to each output, so its gradient is the sum of theirs (chain rule), unless that
+    cancels out, as for the logits of a cross entropy.
+    """
+    layout, rows = record.layout, record.activation_grads.rows
+    totals = mean_of(rows) * rows.count  # of all values, where a sample was measured
+    sums = dict(zip(record.activation_grads, totals.tolist(), strict=True))
+    limits = dict(zip(sums, (shared.EXACT * rms_of(rows) * rows.count).tolist(), strict=True))
+    return {
+        name
+        for name, total in sums.items()
+        if (bias := record.grads.get(f"{name}.bias")) is not None
+        and layout.modules[layout.position[name]].type_name in _ADD_BIAS
+        and bias.sketch.sum == 0
+        and abs(total) > limits[name]
+    }
+
+
+_ADD_BIAS = AFFINE | NORMALIZATIONS
 
 
 def _is_known(record: StepRecord) -> bool:

@@ -284,6 +284,8 @@ class BackwardPasses:
         before_clipping: For each parameter that a pass has reached: the norms at the end of the
             last pass, and its place among them.
         ends: Of passes with a gradient that is not finite, or may be so.
+        cleared: Indices of the parameters that had no gradient at the begin of a pass.
+        left: Norms of the other parameters' gradients at the begin of each pass.
     """
 
     def __init__(self, context: Context, observations: Observations, notes: RankNotes) -> None:
@@ -292,6 +294,8 @@ class BackwardPasses:
         self.passes = 0
         self.before_clipping: dict[int, tuple[Norms, int]] = {}
         self.ends: list[PassEnd] = []
+        self.cleared: set[int] = set()
+        self.left: list[Norms] = []
         self._context, self._observations, self._notes = context, observations, notes
         # By task; there are several at a time if one starts another.
         self._running: dict[int, _Pass] = {}
@@ -335,7 +339,15 @@ class BackwardPasses:
         if task == NO_TASK or not at_end_of_backward(ends, deferred=1):
             return None
         self._running[task] = _Pass([], {})
+        self._read_left()
         return self._running[task]
+
+    @guarded("to read the gradients before a backward pass")
+    def _read_left(self) -> None:
+        """Read the gradients to which a pass adds; of those that no pass has found cleared."""
+        grads = [(i, p.grad) for i, p in self._context.table.all() if i not in self.cleared]
+        self.cleared.update(i for i, grad in grads if grad is None)
+        self.left += take_norms((i, grad) for i, grad in grads if grad is not None)
 
     @guarded("to end a backward pass")
     def on_end(self, task: int) -> None:

@@ -342,6 +342,7 @@ class FullStep(Step):
         table.refresh()
         if table.parameters is not self._at_begin:
             self.backward.before_clipping.clear()
+            self.backward.left.clear()
 
     def _measure(
         self, optimizer: Optimizer | None, parameters: Indexed, grads: Indexed, *, scaled: bool
@@ -437,6 +438,7 @@ class FullStep(Step):
         record.random_states = self._random_states
         if self._flags.size:
             record.trainable, record.reached, record.held = self._flags
+            record.not_zeroed = self._not_zeroed()
         record.groups = self._group_of_each(len(names))
         self._fill_before_clipping(record)
         skipped = self._observations_of_skipped_steps(record)
@@ -452,6 +454,15 @@ class FullStep(Step):
         for name, value in self._observations.copied().items():
             setattr(record, name, value)
         return record
+
+    def _not_zeroed(self) -> NDArray[np.bool_]:
+        """Mark parameters whose gradient was added to an earlier one by all passes."""
+        left = np.zeros(len(self.parameters), bool)
+        left[[index for group in self.backward.left for index in group.indices]] = True
+        left[list(self.backward.cleared)] = False
+        for group in self.backward.left:
+            left[np.asarray(group.indices)[group.read() == 0]] = False
+        return left
 
     def _group_of_each(self, count: int) -> NDArray[np.int64]:
         """Return the index of each parameter's learning rate; -1: unknown."""

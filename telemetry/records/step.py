@@ -241,7 +241,7 @@ NO_LAYOUT = Layout(modules=(), parameters=())
 
 # Arrays over parameters; the second ones are those that only full steps have.
 OF_GRADIENTS = ("grad_norms", "grad_present", "grad_finite", "grad_norms_before_clipping")
-OF_PARAMETERS = ("trainable", "reached", "held", "groups")
+OF_PARAMETERS = ("trainable", "reached", "held", "not_zeroed", "groups")
 
 
 class By(Enum):
@@ -310,6 +310,7 @@ class StepRecord:
         trainable: Whether each parameter requires a gradient, bool, shape ``[parameters]``.
         reached: Whether it had one, even without an optimizer, same dtype and shape.
         held: Whether an optimizer that stepped holds it, same dtype and shape.
+        not_zeroed: Whether its gradient was added to one of an earlier step, same dtype and shape.
         groups: Index of each parameter's group in ``learning_rates``, int64, shape
             ``[parameters]``; -1 if unknown.
         fingerprints: Number that depends on the values, for each input tensor of the model.
@@ -369,6 +370,7 @@ class StepRecord:
     trainable: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: _NO_FLAGS)
     reached: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: _NO_FLAGS)
     held: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: _NO_FLAGS)
+    not_zeroed: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: _NO_FLAGS)
     groups: Annotated[NDArray[np.int64], By.RANK_0] = field(default_factory=lambda: _NO_GROUPS)
     fingerprints: Annotated[tuple[float, ...], By.RANK_0] = ()
     examples: int = 0

@@ -125,6 +125,12 @@ def test_each_fault_is_found_with_its_kind_and_layer(
     assert result.exit_code == exit_code
 
 
+def test_a_function_without_a_gradient_is_no_ignored_input() -> None:
+    result = check_classes(between(lambda head, h: head(h.round())))
+    assert "input_ignored" not in {finding.kind for finding in result.findings}
+    assert result.skipped == ("samples: no gradient of the outputs reaches the inputs",)
+
+
 @pytest.mark.parametrize(
     ("loss", "severity"),
     [
@@ -258,6 +264,11 @@ INPUTS, CLASSES = torch.randn(8, 20), torch.arange(8) % 3
 def test_arguments_in_another_order_are_named(given: Any, targets: Any, name: str) -> None:
     with pytest.raises(TypeError, match=rf"check\({name}=\.\.\.\): must be"):
         telemetry.check(*given, targets=targets)
+
+
+def test_a_lazy_module_has_to_be_called_before() -> None:
+    with pytest.raises(ValueError, match=r"check\(model=.*call the model once before"):
+        telemetry.check(nn.LazyLinear(3), INPUTS, LOSS, targets=CLASSES)
 
 
 @pytest.mark.parametrize(
