@@ -150,7 +150,7 @@ class DeadUnits(Detector):
         return Finding(
             summary=f"The weights of {called(name)} get a gradient of exactly 0 for {steps} steps, "
             "while its outputs get another",
-            cause=f"The inputs of {called(name)} are 0 for all samples, or a hook clears the gradient",
+            cause=f"The inputs of {called(name)} are 0 for all samples, or a hook clears it",
             advice=("Check the unit and the range of its inputs, and functions before it",),
             value=1.0,
             threshold=self.fraction,

@@ -16,10 +16,9 @@ from torch.optim import SGD, Adam, Optimizer
 from telemetry import Alert
 from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
-from tests.helpers.captured import at_step, classify, fit
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import train
+from tests.helpers.small_runs import at_step, classify, fit, train
 
 
 def vanished(model: nn.Module, steps: int = 60, **more: Any) -> list[Alert]:

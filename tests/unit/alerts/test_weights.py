@@ -16,10 +16,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from telemetry import Alert, StepRecord
 from telemetry.testing import alerts_of
-from tests.helpers.captured import at_step, captured, classify, rate_of, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import draw, net, train
+from tests.helpers.small_runs import at_step, captured, classify, draw, net, rate_of, toward, train
 
 Change = Callable[[nn.Sequential, Optimizer], object]
 
