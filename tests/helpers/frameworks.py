@@ -65,7 +65,7 @@ def assert_clipped(records: list[StepRecord]) -> None:
 
 
 class AlertFrom:
-    """A rule with one alert, at the first step from ``step`` on."""
+    """A rule with one alert, at this step."""
 
     def __init__(self, step: int) -> None:
         self._step = step

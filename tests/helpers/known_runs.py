@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from telemetry import Alert, Layout, Module, Parameter, Sketch
 from telemetry.alert import Consequence
 from telemetry.events import summaries
-from telemetry.events.files import run_log_file
+from telemetry.events.files import EventFile, run_log_file, session_start
 from telemetry.events.message_pack import encode
 from telemetry.events.run_log import (
     Alerted,
@@ -34,13 +34,38 @@ from telemetry.layers.record import Group
 from telemetry.layers.units import encode_units
 from telemetry.records.rows import Rows
 from tests.helpers import serialized
-from tests.helpers.event_writer import EventWriter
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}
 MISSING = -1.0
 """A number that was not measured, among norms and statistics."""
 
 ValuesOf = Callable[[int], NDArray[np.float32]]
+
+
+class EventWriter:
+    """Event file of ours in a directory; each event is in it when the call returns."""
+
+    def __init__(self, log_dir: Path | str) -> None:
+        self._file = EventFile(str(log_dir))
+        self._file.append(deque())
+
+    def write_values(
+        self, values: Sequence[bytes], step: int = 0, wall_time: float | None = None
+    ) -> None:
+        """Write one event; its time is now, if none is given."""
+        self.write(
+            summaries.event_of(values, step, time.time() if wall_time is None else wall_time)
+        )
+
+    def purge(self, step: int) -> None:
+        """Make readers drop this step and later ones of earlier files."""
+        self.write(session_start(step))
+
+    def write(self, event: bytes) -> None:
+        self._file.append(deque([event]))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def layout_of(names: Sequence[str], type_name: str = "Linear") -> Layout:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from telemetry import Alert, Detector, Finding, HookLogger, StepRecord, read
 from telemetry.capture import Schedule, schedule
-from tests.helpers.captured import fit
+from tests.helpers.small_runs import fit
 from tests.helpers.tiny_run import TinyRun
 from tests.helpers.twins import Recorder
 

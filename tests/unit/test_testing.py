@@ -15,10 +15,9 @@ from torch import nn
 
 from telemetry import Alert, Baseline, Finding, HookLogger, Rule, StepRecord
 from telemetry.testing import CapturedRun, alerts_of, capture_run
-from tests.helpers.captured import classify, fit
 from tests.helpers.known_runs import alert_at
 from tests.helpers.paths import ROOT
-from tests.helpers.small_runs import net
+from tests.helpers.small_runs import classify, fit, net
 
 PAGE = (ROOT / "docs" / "howto" / "detector.md").read_text(encoding="utf-8")
 

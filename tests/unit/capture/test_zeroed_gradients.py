@@ -61,3 +61,16 @@ def test_each_of_two_optimizers_zeroes_its_own_gradients() -> None:
                 (sign * critic(generator(torch.randn(4, 2)))).mean().backward()
                 optimizer.step()
     assert not any(record.not_zeroed.any() for record in run.records)
+
+
+def test_gradients_that_are_set_and_not_added_need_no_zeroing() -> None:
+    model = mlp()
+    parameters = list(model.parameters())
+    optimizer = SGD(parameters, 0.01)
+    with capture_run(model, rules=()) as run:
+        for _ in range(4):
+            grads = torch.autograd.grad(loss_of(model), parameters)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+            optimizer.step()
+    assert not any(record.not_zeroed.any() for record in run.records)

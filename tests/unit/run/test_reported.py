@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import pty
+import signal
 import struct
 import termios
 import threading
@@ -227,6 +228,23 @@ def test_a_measurement_that_fails_is_logged_once_with_its_module(
     assert logger.current_step == 3
     reports = [text for text in caplog.messages if "telemetry failed" in text]
     assert reports == [f"telemetry failed to observe the output of {called}; training continues"]
+
+
+def test_what_a_signal_handler_raises_inside_of_a_hook_reaches_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_out(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, time_out)
+    monkeypatch.setattr(Unreadable, "values", lambda _: signal.raise_signal(signal.SIGALRM))
+    model = Wrapping(4, 2)
+    try:
+        with pytest.raises(TimeoutError), HookLogger(model, tmp_path):
+            model(torch.ones(8, 4))
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert not is_hooked(model)
 
 
 def train_with_nan(
