@@ -15,9 +15,9 @@ from torch.utils.tensorboard import SummaryWriter
 from wandb.proto import wandb_internal_pb2
 
 from telemetry import HookLogger
-from tests.helpers.captured import fit
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
+from tests.helpers.small_runs import fit
 
 FOR_WANDB = """
 import sys, wandb

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
 from tests.helpers.board import Board, open_slow
-from tests.helpers.captured import fit
 from tests.helpers.known_runs import alert_at
+from tests.helpers.small_runs import fit
 from tests.helpers.tiny_run import TinyRun, whole_run
 from tests.helpers.twins import mlp, run, scaled_loop
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import telemetry
 from telemetry import HookLogger, Module
 from tests.helpers import shell
-from tests.helpers.captured import fit
+from tests.helpers.small_runs import fit
 from tests.helpers.twins import one_step
 
 HERE = Path(__file__).relative_to(Path.cwd()).as_posix()

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from telemetry import Alert, HookLogger, Output, StepRecord, TelemetryAlert
-from tests.helpers.captured import fit
 from tests.helpers.known_runs import alert_at
 from tests.helpers.rules import rule
 from tests.helpers.shell import call, records
+from tests.helpers.small_runs import fit
 from tests.helpers.tiny_run import TinyRun, whole_run
 from tests.helpers.twins import Recorder, descend
 

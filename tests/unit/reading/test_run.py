@@ -16,8 +16,8 @@ from torch import nn
 
 import telemetry
 from telemetry import HookLogger
-from tests.helpers.captured import fit
 from tests.helpers.paths import ROOT
+from tests.helpers.small_runs import fit
 from tests.helpers.twins import loss_of
 
 
