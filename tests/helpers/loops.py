@@ -32,9 +32,11 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def batches(model: nn.Module, logger: HookLogger | None = None, steps: int = 5) -> Iterator[Tensor]:
+def batches(
+    model: nn.Module, logger: HookLogger | None = None, steps: int = 5, lr: float = 0.01
+) -> Iterator[Tensor]:
     """Train on images if the model starts with a convolution, else on three features."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr)
     is_cnn = isinstance(next(model.children(), None), nn.Conv2d)
     for _ in range(steps):
         inputs = torch.rand(8, 1, 8, 8) if is_cnn else torch.rand(8, 3)
@@ -47,8 +49,8 @@ def batches(model: nn.Module, logger: HookLogger | None = None, steps: int = 5) 
         yield loss
 
 
-def train(model: nn.Module, steps: int = 5) -> None:
-    finish(batches(model, steps=steps))
+def train(model: nn.Module, steps: int = 5, **options: Any) -> None:
+    finish(batches(model, steps=steps, **options))
 
 
 def finish(iterator: Iterator[object]) -> None:
