@@ -98,31 +98,25 @@ def test_steps_queued_when_ctrl_c_interrupts_close_are_written(
     tmp_path: Path, then: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = f"""
-import os, signal, sys, threading, time
-import torch
-from telemetry import HookLogger
+        import os, signal, sys, threading, time
+        from tests.helpers.tiny_run import TinyRun
 
-def slow(record):
-    time.sleep(0.02)
-    return ()
+        def slow(record):
+            time.sleep(0.02)
+            return ()
 
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-try:
-    with HookLogger(model, sys.argv[1], alerts=[slow]) as logger:
-        for step in range(60):
-            loss = model(torch.rand(8, 4)).square().mean()
-            logger.log(loss=loss)
-            loss.backward()
-            optimizer.step()
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-except KeyboardInterrupt:
-    print("interrupted", logger)
-{then}
-"""
+        run = TinyRun(sys.argv[1], alerts=[slow])
+        try:
+            with run.logger as logger:
+                run.train(60)
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        except KeyboardInterrupt:
+            print("interrupted", logger)
+        {then}
+    """
     output, errors = run_script(tmp_path, script, tmp_path / "run")
     assert output.startswith("interrupted <HookLogger removed")
-    assert written_steps(tmp_path / "run", "loss") == list(range(60))
+    assert written_steps(tmp_path / "run", "count") == list(range(60))
     assert run_command("runs", tmp_path / "run", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["status"] == "ended"
     assert "Traceback" not in errors
