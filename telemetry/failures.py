@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import textwrap
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -82,14 +85,28 @@ def show_at_end(message: str) -> None:
         log.warning(message)
 
 
+def _is_of_a_signal() -> bool:
+    """Whether a signal handler raised the exception being handled: it may interrupt any line."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(sys.exc_info()[2]))
+
+
 class Failures:
-    """Logs the first failure of each kind inside telemetry."""
+    """Logs the first failure of each kind inside telemetry.
+
+    What a signal handler raises is no failure and passes: a timeout of the program, for example.
+    """
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def report(self, doing: str) -> None:
         """Log the exception being handled; ``doing`` says what failed: "to write an alert"."""
+        if _is_of_a_signal():
+            raise
         if doing not in self._logged:
             self._logged.add(doing)
             log.warning("telemetry failed %s; training continues", doing, exc_info=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runs import (  # noqa: F401
+    decoder,
     drifting,
     experts,
     faulty,

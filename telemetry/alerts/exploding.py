@@ -74,8 +74,8 @@ class ExplodingActivation(Detector):
 
 
 class ExplodingGradient(Detector):
-    """Gradients have a total norm far above the highest of the last 100 steps. Or they grow with
-    the activations from layer to layer in the first steps.
+    """Gradients have a total norm far above the highest of the last 100 steps, or few layers'
+    grow alone. Or they grow with the activations from layer to layer in the first steps.
 
     Evidence: the norm and its baseline; the layer with most of the growth, its range, or the batch.
     Causes: a learning rate that is too large, a bad batch, large initial weights, no clipping.

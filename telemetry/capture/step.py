@@ -343,6 +343,7 @@ class FullStep(Step):
         if table.parameters is not self._at_begin:
             self.backward.before_clipping.clear()
             self.backward.left.clear()
+            self.backward.cleared.clear()
 
     def _measure(
         self, optimizer: Optimizer | None, parameters: Indexed, grads: Indexed, *, scaled: bool
@@ -458,7 +459,8 @@ class FullStep(Step):
     def _not_zeroed(self) -> NDArray[np.bool_]:
         """Mark parameters whose gradient was added to an earlier one by all passes."""
         left = np.zeros(len(self.parameters), bool)
-        left[[index for group in self.backward.left for index in group.indices]] = True
+        reached = self.backward.before_clipping  # ``autograd.grad`` adds to none
+        left[[i for group in self.backward.left for i in group.indices if i in reached]] = True
         left[list(self.backward.cleared)] = False
         for group in self.backward.left:
             left[np.asarray(group.indices)[group.read() == 0]] = False

@@ -48,7 +48,7 @@ class AppendedFile:
 
     def __init__(self, directory: str, name: str) -> None:
         self.continues = False  # whether the next file follows another, and repeats its data
-        self._directory = directory
+        self._directory = os.path.abspath(directory)  # the program may change its own
         self._name = name
         self._file: FileIO | None = None
         self._cut = 0  # bytes of the next data that are written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,9 @@ class AlertFrom:
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        is_now = record.step == self._step
-        return [alert_at(record.step, None, kind="made_up", summary="stop here")] * is_now
+    def __call__(self, record: StepRecord) -> Iterator[Alert]:
+        if record.step == self._step:
+            yield alert_at(record.step, None, kind="made_up", summary="stop here")
 
 
 def run_example(heading: str, **names: Any) -> dict[str, Any]:

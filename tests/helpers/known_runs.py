@@ -78,12 +78,25 @@ def layout_of(names: Sequence[str], type_name: str = "Linear") -> Layout:
     )
 
 
+LAYOUT = layout_of(["a", "b.x", "b.y"])
+
+
+def norms(step: int) -> NDArray[np.float32]:
+    """Return gradient norms of :data:`LAYOUT` that tell the step and the layer."""
+    return np.array([step, step * 10, step * 100], np.float32)
+
+
+def matrices(step: int) -> NDArray[np.float32]:
+    """Return statistics of :data:`LAYOUT`, which are all the number of the step."""
+    return np.full((3, len(COLUMN)), step, np.float32)
+
+
 def write_run(
     log_dir: Path,
     layout: Layout,
     *,
     steps: Sequence[int],
-    norms: ValuesOf,
+    norms: ValuesOf | None = None,
     matrices: ValuesOf | None = None,
     units: Callable[[int], NDArray[np.float32] | bytes | None] | None = None,
     units_of: int = 0,
@@ -104,7 +117,7 @@ def write_run(
         layout: Of the model.
         steps: All steps, in their order in the file; earlier files of the same run hold nothing
             from the first of them on.
-        norms: Gradient norms of a step, ``[parameters]``.
+        norms: Gradient norms of a step, ``[parameters]``; None: ones.
         matrices: Statistics of a step, ``[modules, statistics]``; see :data:`COLUMN`.
         units: Extremes of a module's units at a step, ``[units, 2]``, or damaged ones; None: it
             has none there.
@@ -120,6 +133,7 @@ def write_run(
         time_of: Seconds since the epoch at which a step is written.
     """
     file, first = run_log_file(str(log_dir)), steps[0]
+    norms = norms or (lambda step: np.ones(len(layout.parameters), np.float32))
 
     def write(*frames: Frame) -> None:
         file.append(deque(map(encode, frames)))

@@ -9,10 +9,10 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+import telemetry
 from telemetry import HookLogger
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_log import LogFile, RunDirectory
@@ -25,9 +25,7 @@ from tests.helpers.shell import records
 
 
 def write(log_dir: Path, steps: range = range(1), **options: Any) -> None:
-    """Write a run of one layer whose norms are 1."""
-    norms = np.ones(1, np.float32)
-    write_run(log_dir, layout_of(["a"]), steps=steps, norms=lambda _: norms, **options)
+    write_run(log_dir, layout_of(["a"]), steps=steps, **options)
 
 
 def test_a_remote_directory_gets_event_files_and_a_run_log(
@@ -46,6 +44,22 @@ def test_a_remote_directory_gets_event_files_and_a_run_log(
     assert run.matrix("grad_norm").steps.tolist() == [0, 1, 2, 3]
     assert [alert.step for alert in run.alerts] == [1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_changes_its_directory_has_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    with HookLogger(model, "run", alerts=[fault_at(1)]):
+        monkeypatch.chdir(elsewhere)
+        train(model, steps=2)
+    assert not list(elsewhere.iterdir())
+    run = telemetry.read(tmp_path / "run")
+    assert [alert.step for alert in run.alerts] == [1]
+    assert len(run.scalars.query("tag == 'grad_norm/total'")) == 2
 
 
 def test_runs_have_the_names_that_tensorboard_gives_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -91,6 +92,22 @@ def test_the_only_layer_whose_gradient_grows_is_named() -> None:
     alert = train(rule("exploding_gradient"), 45, model=model, before=begin)[0]
     assert (alert.step, alert.module_name) == (40, "10")
     assert 10 in figures(alert.cause)
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+@pytest.mark.parametrize(("factor", "clipped"), [(1e3, True), (1e3, False), (3, True)])
+def test_a_layer_that_explodes_alone_is_named_before_the_norm_of_all_has_grown_so_far(
+    every: int, factor: float, clipped: bool
+) -> None:
+    model, step = deep(), iter(range(100))
+    model[10].weight.register_hook(lambda grad: grad * (factor if next(step) >= 60 else 1))
+    clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()], 0.1 if clipped else math.inf)
+    alerts = train(
+        rule("exploding_gradient"), 80, model=model, every=every, optimizer=partial(SGD, lr=1e-4),
+        after_backward=lambda model: clip(),
+    )  # fmt: skip
+    assert [alert.module_name for alert in alerts] == ["10"] * (factor > 3)
+    assert all(60 <= alert.step <= 64 for alert in alerts)
 
 
 @pytest.mark.parametrize(

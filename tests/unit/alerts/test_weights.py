@@ -50,6 +50,13 @@ def test_a_matrix_that_was_overwritten_outside_the_optimizer_is_named(
 
 
 @pytest.mark.slow
+def test_a_matrix_that_was_set_to_zero_is_a_note() -> None:
+    (alert,) = changed(times(0, 3), at=100)
+    assert (alert.severity, alert.module_name, alert.step, alert.value) == ("note", "3", 100, 0)
+    assert "0, unlike at step 90" in alert.summary
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "at"),
     [
