@@ -62,7 +62,6 @@ from telemetry.writing.run_log import RunLog
 sys.path.append(str(Path(__file__).parents[1]))
 browser: Any = import_module("tests.helpers.browser")
 known_runs: Any = import_module("tests.helpers.known_runs")
-EventWriter: Any = import_module("tests.helpers.event_writer").EventWriter
 
 SIZES = ["100x1000", "1000x1000"]
 QUICK_SIZES = ["20x200"]
@@ -164,7 +163,7 @@ def write_run(log_dir: Path, size: Size) -> None:
             norms=lambda _: next(norms).astype("f4"), matrices=lambda _: full,
         )  # fmt: skip
         return
-    writer, dashboard = EventWriter(log_dir), Dashboard()
+    writer, dashboard = known_runs.EventWriter(log_dir), Dashboard()
     writer.write_values(dashboard.first_values(), 0)
     file = run_log_file(str(log_dir))
     log = RunLog(lambda data, **_: file.append(deque([data])), file.repeat, run=new_run_id())
@@ -181,7 +180,7 @@ def write_run(log_dir: Path, size: Size) -> None:
 
 def write_curves(log_dir: Path, size: Size) -> None:
     """Gradient norms as ``add_scalar`` writes them: a tag for each layer."""
-    writer, tags = EventWriter(log_dir), curve_tags(size)
+    writer, tags = known_runs.EventWriter(log_dir), curve_tags(size)
     for step, norms in enumerate(grad_norms(size)):
         pairs = zip(tags, norms.tolist(), strict=True)
         writer.write_values([summaries.scalar(tag, norm) for tag, norm in pairs], step)

@@ -47,7 +47,7 @@ class DeadUnits(Detector):
     takes 50 steps since units near the limit recover. It resolves when a quarter is active.
 
     If no layer has dead units, a function may return zeros: then the weights of the next layer have
-    a gradient of exactly zero while its bias has another, at full steps over 20 steps.
+    a gradient of exactly zero while its outputs have another, at full steps over 20 steps.
     """
 
     kind = "dead_units"
@@ -85,7 +85,7 @@ class DeadUnits(Detector):
         # If there is no gradient at all, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         if not dead:
-            return self._get_zeros(record)
+            return self._get_zeros(record, baseline)
         if not (record.total_grad_norm > 0 or any(gradients)):
             return None
         if self.active_alert is not None:  # the first layer without any unit left escalates it
@@ -132,9 +132,16 @@ class DeadUnits(Detector):
         shares = [share for output, share, _ in units if output.module_name == self._active_module]
         return max(shares, default=0.0) > shared.MOST or self._active_module in self._without_input
 
-    def _get_zeros(self, record: StepRecord) -> Finding | None:
-        """Return the finding of the first layer that gets only zeros."""
-        since = {name: self._without_input.get(name, record.step) for name in _idle_layers(record)}
+    def _get_zeros(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        """Return the finding of the first layer that gets only zeros.
+
+        One whose gradients have all been zero from the first step on may get them on purpose, such
+        as the first of an unrolled iteration.
+        """
+        of_layers = zip(baseline.layers.names, baseline.layers.highest, strict=True)
+        learned = {name for name, highest in of_layers if highest > -math.inf}
+        idle = [name for name in _idle_layers(record) if name in learned]
+        since = {name: self._without_input.get(name, record.step) for name in idle}
         self._without_input = since
         name, steps = next(((n, record.step - s) for n, s in since.items()), ("", 0))
         if steps < shared.LATEST:
@@ -142,8 +149,8 @@ class DeadUnits(Detector):
             return None
         return Finding(
             summary=f"The weights of {called(name)} get a gradient of exactly 0 for {steps} steps, "
-            "while its bias gets another",
-            cause=f"The inputs of {called(name)} are most likely 0 for all samples",
+            "while its outputs get another",
+            cause=f"The inputs of {called(name)} are 0 for all samples, or a hook clears it",
             advice=("Check the unit and the range of its inputs, and functions before it",),
             value=1.0,
             threshold=self.fraction,
@@ -246,17 +253,16 @@ def _negligible(rows: Rows) -> Marks:
 
 
 def _idle_layers(record: StepRecord) -> list[str]:
-    """Return affine layers whose weights have a zero gradient and whose bias has another.
+    """Return affine layers whose weights have a zero gradient and whose outputs have another.
 
-    The gradient of the weights is that of the outputs times the inputs; that of the bias has no
-    such factor.
+    The gradient of the weights is that of the outputs times the inputs.
     """
-    layout, is_zero = record.layout, record.grad_norms == 0
-    learns = np.bincount(layout.owners, ~is_zero, minlength=len(layout.modules)) > 0
+    layout = record.layout
     weights = np.array([*layout.matrices.values()], np.intp)
-    owners = layout.owners[weights]
-    modules = owners[is_zero[weights] & record.grad_present[weights] & learns[owners]].tolist()
-    chosen = [layout.modules[index] for index in sorted(modules)]
+    no_gradient = record.grad_present[weights] & (record.grad_norms[weights] == 0)
+    idle = layout.owners[weights[no_gradient]]
+    reached = table(record).column("activation_grad_rms")[idle] > 0
+    chosen = [layout.modules[index] for index in sorted(idle[reached].tolist())]
     return [module.name for module in chosen if module.type_name in AFFINE]
 
 

@@ -53,13 +53,13 @@ class WeightJump(Detector):
             self._names, self._steps, self._fastest = names, (record.step,), np.zeros(len(names))
             return None
         changes, steps = levels - before, record.step - known[-1]
-        changes[~np.isfinite(changes)] = math.inf  # growth from zero has no limit
+        changes[~np.isfinite(before)] = math.inf  # growth from zero has no limit
         self._steps = (*known[-shared.SEVERAL :], record.step)
         self._fastest = np.maximum(fastest, np.abs(changes) / steps)
         usual = fastest * steps
         least = np.maximum(shared.THIRTYFOLD * np.maximum(usual, _STEADY), math.log(self.factor))
         # Matrices that have never moved were frozen, and have no usual speed.
-        judged = np.isfinite(changes) & (fastest > 0)
+        judged = (changes < math.inf) & (fastest > 0)
         (jumped,) = (judged & (np.abs(changes) > least)).nonzero()
         is_new = len(known) <= shared.SEVERAL or known[-1] - known[0] < steps
         is_several = len(jumped) > max(1, len(names) / 3)
@@ -68,9 +68,10 @@ class WeightJump(Detector):
         most = jumped[np.abs(changes[jumped]).argmax()]
         times = math.exp(changes[most])
         parameter = record.layout.parameters[record.layout.parameter_position[names[most]]]
-        size = f"{figure(times)}x larger" if times > 1 else f"{figure(1 / times)}x smaller"
+        smaller = f"{figure(1 / times)}x smaller than" if times else "0, unlike"
+        size = f"{figure(times)}x larger than" if times > 1 else smaller
         return Finding(
-            summary=f"{called(parameter.name)} is {size} than at step {known[-1]}, after "
+            summary=f"{called(parameter.name)} is {size} at step {known[-1]}, after "
             f"changes of {figure(math.expm1(usual[most]), 2)} of its size at most in as many steps",
             advice=(
                 "Check for code that writes to it: a copy, a reset, a checkpoint, another unit",

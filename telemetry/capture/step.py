@@ -343,6 +343,7 @@ class FullStep(Step):
         if table.parameters is not self._at_begin:
             self.backward.before_clipping.clear()
             self.backward.left.clear()
+            self.backward.cleared.clear()
 
     def _measure(
         self, optimizer: Optimizer | None, parameters: Indexed, grads: Indexed, *, scaled: bool

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 60
 SIZE: ViewportSize = {"width": 1400, "height": 900}
+DARKEST, LIGHTEST = "#440154", "#fde725"  # viridis
 
 
 @contextmanager

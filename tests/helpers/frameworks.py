@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from telemetry import Alert, StepRecord
 from telemetry.tag_names import plain
+from tests.helpers.known_runs import alert_at
 from tests.helpers.loops import written
 from tests.helpers.paths import ROOT
 
@@ -64,20 +65,14 @@ def assert_clipped(records: list[StepRecord]) -> None:
 
 
 class AlertFrom:
-    """A rule with one alert, at the first step from ``step`` on."""
+    """A rule with one alert, at this step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        if record.step != self._step:
-            return ()
-        return [
-            Alert(
-                kind="made_up", severity="error", step=record.step, module_name=None, value=1.0,
-                threshold=0.0, summary="stop here",
-            )
-        ]  # fmt: skip
+    def __call__(self, record: StepRecord) -> Iterator[Alert]:
+        if record.step == self._step:
+            yield alert_at(record.step, None, kind="made_up", summary="stop here")
 
 
 def run_example(heading: str, **names: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import StepRecord, TensorRecord
@@ -66,52 +68,112 @@ def not_training() -> Iterator[None]:
         _paused = False
 
 
+class PlainHooks:
+    """Plain hooks on the layers of a model, during passes with gradients in training mode.
+
+    Outputs that are indices, counts or masks do not count.
+
+    Attributes:
+        steps: Of each step the outputs, their gradients, and the gradients that optimizers are
+            given.
+    """
+
+    def __init__(
+        self, model: nn.Module, flatten: Callable[[Any], list[Tensor]], *, closures: bool
+    ) -> None:
+        self.model, self.steps = model, list[HandStep]()
+        self._flatten, self._closures = flatten, closures
+        self._hooked: set[nn.Module] = set()
+        self._step = HandStep()
+
+    def hook_all(self, *_: object) -> None:
+        """Hook the modules that have no hook yet."""
+        for module in set(self.model.modules()) - self._hooked:
+            self._hooked.add(module)
+            module.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        names = [name for name, known in self.model.named_modules() if known is module]
+        if not names or "parametrizations" in names[0] or _paused or not torch.is_grad_enabled():
+            return
+        parts = [name for name, _ in module.named_children() if name != "parametrizations"]
+        # What checkpointing runs again counts if it was not taken the first time.
+        again = torch._C._current_graph_task_id() != -1 and names[0] in self._step.activations
+        if parts or again or not self.model.training:
+            return
+        for index, tensor in enumerate(self._flatten(output)):
+            if tensor.is_floating_point() or tensor.is_complex():
+                key = names[0] if index == 0 else f"{names[0]}[{index}]"
+                self._step.activations[key].append(array(tensor))
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda grad, key=key: self._take_grad(key, grad))
+
+    def _take_grad(self, key: str, grad: Tensor) -> None:
+        if not _paused:
+            self._step.activation_grads[key].append(array(grad))
+
+    def before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._closures:  # or there is no gradient yet that it will step with
+            self._take_grads({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+    def _take_grads(self, identities: set[int]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in identities and parameter.grad is not None:
+                self._step.grads[name] = [array(parameter.grad)]
+
+    def step_ended(self) -> None:
+        if self._closures:
+            self._take_grads({id(parameter) for parameter in self.model.parameters()})
+        self.steps.append(self._step)
+        self._step = HandStep()
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return a tensor, or those in nested tuples."""
+    if isinstance(output, tuple):
+        return [tensor for part in output for tensor in tensors_in(part)]
+    return [output] if isinstance(output, Tensor) else []
+
+
+@contextlib.contextmanager
+def plain_hooks(
+    make: Callable[[], nn.Module],
+    flatten: Callable[[Any], list[Tensor]] | None = None,
+    *,
+    closures: bool = False,
+) -> Iterator[PlainHooks]:
+    """Hook a twin, which the body trains.
+
+    Args:
+        make: Makes the model.
+        flatten: The tensors of an output; default: :func:`tensors_in`.
+        closures: Whether optimizers evaluate the model.
+    """
+    seed(0)
+    hooks = PlainHooks(make(), flatten or tensors_in, closures=closures)
+    handles = [
+        register_optimizer_step_pre_hook(hooks.before_step),
+        nn.modules.module.register_module_forward_pre_hook(hooks.hook_all),
+    ]
+    try:
+        seed(1)
+        yield hooks
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def by_hand(
     make: Callable[[], nn.Module],
     loop: Loop,
     *,
     flatten: Callable[[Any], list[Tensor]] | None = None,
 ) -> list[HandStep]:
-    """Run the loop on a twin; return the values of each step (one yield of the loop).
-
-    Outputs that are indices, counts or masks do not count.
-
-    Gradients of parameters are those that are left when a step is over.
-
-    Args:
-        make: Makes the model.
-        loop: Trains it.
-        flatten: The tensors of an output; default: the output is a tensor.
-    """
-    seed(0)
-    model = make()
-    steps = [HandStep()]
-
-    def take(name: str, output: Any) -> None:
-        if _paused:
-            return
-        for index, tensor in enumerate(flatten(output) if flatten else [output]):
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                continue
-            key = name if index == 0 else f"{name}[{index}]"
-            steps[-1].activations[key].append(array(tensor))
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad, key=key: take_grad(key, grad))
-
-    def take_grad(key: str, grad: Tensor) -> None:
-        if not _paused:
-            steps[-1].activation_grads[key].append(array(grad))
-
-    for name, module in model.named_modules():
-        if not list(module.children()):
-            module.register_forward_hook(lambda m, a, out, name=name: take(name, out))
-    seed(1)
-    for _ in loop(model, None):
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                steps[-1].grads[name].append(array(parameter.grad))
-        steps.append(HandStep())
-    return steps[:-1]
+    """Run the loop on a twin; return the values of each step (one yield of the loop)."""
+    with plain_hooks(make, flatten) as hooks:
+        for _ in loop(hooks.model, None):
+            hooks.step_ended()
+    return hooks.steps
 
 
 def array(tensor: Tensor) -> np.ndarray:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,10 @@ def close_relus(at: Moment) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, and the steps before which it saves a checkpoint."""
+    """A run, the steps before which it saves a checkpoint, and the layers of its alerts by kind."""
 
-    checkpoints: Sequence[int]
+    checkpoints: Sequence[int] = ()
+    alerts: Mapping[str, str | None] = field(default_factory=dict)
     depth: int = 4
     activation: type[nn.Module] = nn.ReLU
     gain: float = 2**0.5
@@ -82,14 +83,30 @@ class Run:
 
 RUNS = {
     "healthy": Run(checkpoints=(3, 47)),
-    "exploding": Run(checkpoints=(38, 41, 45), disturb=grow_weights),
-    "vanishing": Run(checkpoints=(1, 2, 25), depth=12, activation=nn.Sigmoid, gain=1.0),
-    "nonfinite": Run(checkpoints=(30, 34, 50), disturb=spoil_batch),
-    "dead": Run(checkpoints=(31, 35, 52, 60), disturb=close_relus),
-    "saturated": Run(checkpoints=(1, 25), activation=nn.Tanh, gain=60.0),
-    "diverging": Run(checkpoints=(38, 41, 43, 60), disturb=raise_rate),
-    "not_learning": Run(checkpoints=(12, 25, 45), lr=1e-9),
-}
+    "exploding": Run(
+        checkpoints=(38, 41, 45), disturb=grow_weights,
+        alerts={"weight_jump": "4", "exploding_gradient": "4"},
+    ),
+    "vanishing": Run(
+        checkpoints=(1, 2, 25), depth=12, activation=nn.Sigmoid, gain=1.0,
+        alerts={"vanishing_gradient": "0"},
+    ),
+    "nonfinite": Run(checkpoints=(30, 34, 50), disturb=spoil_batch, alerts={"nonfinite": None}),
+    "dead": Run(checkpoints=(31, 35, 52, 60), disturb=close_relus, alerts={"dead_units": "2"}),
+    "saturated": Run(
+        checkpoints=(1, 25), activation=nn.Tanh, gain=60.0, alerts={"saturated_units": "1"}
+    ),
+    "diverging": Run(
+        checkpoints=(38, 41, 43, 60), disturb=raise_rate, alerts={"loss_spike": None}
+    ),
+    "not_learning": Run(checkpoints=(12, 25, 45), lr=1e-9, alerts={"no_learning": None}),
+}  # fmt: skip
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Images of 64 pixels, and their classes."""
+    data = load_digits()
+    return torch.from_numpy(data.data).float() / 16, torch.from_numpy(data.target)
 
 
 def train(
@@ -101,8 +118,7 @@ def train(
     rules: Sequence[AnyRule] | None = None,
 ) -> tuple[list[list[object]], dict[int, dict[str, Any]]]:
     """Return alerts and checkpoints from a checkpoint on; each step is judged at once."""
-    digits = load_digits()
-    images, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
+    images, labels = digits()
     model = run.model()
     optimizer = torch.optim.SGD(model.parameters(), run.lr, momentum=0.9)
     first = 0

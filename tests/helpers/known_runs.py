@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from telemetry import Alert, Layout, Module, Parameter, Sketch
 from telemetry.alert import Consequence
 from telemetry.events import summaries
-from telemetry.events.files import run_log_file
+from telemetry.events.files import EventFile, run_log_file, session_start
 from telemetry.events.message_pack import encode
 from telemetry.events.run_log import (
     Alerted,
@@ -34,13 +34,38 @@ from telemetry.layers.record import Group
 from telemetry.layers.units import encode_units
 from telemetry.records.rows import Rows
 from tests.helpers import serialized
-from tests.helpers.event_writer import EventWriter
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}
 MISSING = -1.0
 """A number that was not measured, among norms and statistics."""
 
 ValuesOf = Callable[[int], NDArray[np.float32]]
+
+
+class EventWriter:
+    """Event file of ours in a directory; each event is in it when the call returns."""
+
+    def __init__(self, log_dir: Path | str) -> None:
+        self._file = EventFile(str(log_dir))
+        self._file.append(deque())
+
+    def write_values(
+        self, values: Sequence[bytes], step: int = 0, wall_time: float | None = None
+    ) -> None:
+        """Write one event; its time is now, if none is given."""
+        self.write(
+            summaries.event_of(values, step, time.time() if wall_time is None else wall_time)
+        )
+
+    def purge(self, step: int) -> None:
+        """Make readers drop this step and later ones of earlier files."""
+        self.write(session_start(step))
+
+    def write(self, event: bytes) -> None:
+        self._file.append(deque([event]))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def layout_of(names: Sequence[str], type_name: str = "Linear") -> Layout:
@@ -53,12 +78,25 @@ def layout_of(names: Sequence[str], type_name: str = "Linear") -> Layout:
     )
 
 
+LAYOUT = layout_of(["a", "b.x", "b.y"])
+
+
+def norms(step: int) -> NDArray[np.float32]:
+    """Return gradient norms of :data:`LAYOUT` that tell the step and the layer."""
+    return np.array([step, step * 10, step * 100], np.float32)
+
+
+def matrices(step: int) -> NDArray[np.float32]:
+    """Return statistics of :data:`LAYOUT`, which are all the number of the step."""
+    return np.full((3, len(COLUMN)), step, np.float32)
+
+
 def write_run(
     log_dir: Path,
     layout: Layout,
     *,
     steps: Sequence[int],
-    norms: ValuesOf,
+    norms: ValuesOf | None = None,
     matrices: ValuesOf | None = None,
     units: Callable[[int], NDArray[np.float32] | bytes | None] | None = None,
     units_of: int = 0,
@@ -79,7 +117,7 @@ def write_run(
         layout: Of the model.
         steps: All steps, in their order in the file; earlier files of the same run hold nothing
             from the first of them on.
-        norms: Gradient norms of a step, ``[parameters]``.
+        norms: Gradient norms of a step, ``[parameters]``; None: ones.
         matrices: Statistics of a step, ``[modules, statistics]``; see :data:`COLUMN`.
         units: Extremes of a module's units at a step, ``[units, 2]``, or damaged ones; None: it
             has none there.
@@ -95,6 +133,7 @@ def write_run(
         time_of: Seconds since the epoch at which a step is written.
     """
     file, first = run_log_file(str(log_dir)), steps[0]
+    norms = norms or (lambda step: np.ones(len(layout.parameters), np.float32))
 
     def write(*frames: Frame) -> None:
         file.append(deque(map(encode, frames)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,16 @@ class TinyRun:
             self.model(torch.ones(4, 2)).square().mean().backward()
             self.logger.log(count=self.logger.current_step, **scalars)
             self.optimizer.step()
+
+
+def whole_run(
+    writer: Any, steps: int = 1, scalars: Mapping[str, float] | None = None, **options: Any
+) -> TinyRun:
+    """Train these steps and close the logger."""
+    run = TinyRun(writer, **options)
+    run.train(steps, **(scalars or {}))
+    run.logger.close()
+    return run
 
 
 def event_files(log_dir: Path) -> list[Path]:

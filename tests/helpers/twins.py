@@ -83,6 +83,18 @@ def scaled_loop(
     return loop
 
 
+def descend(
+    model: nn.Module, x: Tensor, *optimizers: torch.optim.Optimizer, steps: int = 1
+) -> None:
+    """Minimize the mean square of the output for these inputs, by SGD if no optimizer is given."""
+    optimizers = optimizers or (torch.optim.SGD(model.parameters(), lr=0.1),)
+    for _ in range(steps):
+        model.zero_grad()
+        loss_of(model, x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def one_step(model: nn.Module, *batches: Any, **options: Any) -> StepRecord:
     """Train one step on some micro-batches; ``options``: of ``capture_run``."""
     with capture_run(model, **options) as run:

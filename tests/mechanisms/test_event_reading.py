@@ -126,9 +126,6 @@ def test_other_than_regular_files_are_an_os_error(tmp_path: Path) -> None:
         next(read_events(path, pytest.fail))
 
 
-# --- frames --------------------------------------------------------------------------------------
-
-
 @given(st.binary(max_size=300), st.data())
 def test_a_frame_equals_that_of_tensorboard_and_a_changed_bit_is_detected(
     data: bytes, drawn: st.DataObject

@@ -250,27 +250,6 @@ def test_a_compiled_model_is_seen_from_outside(tmp_path: Path, clock: Time) -> N
     torch._dynamo.reset()
 
 
-def test_no_hook_is_left_and_light_steps_run_without_global_hooks(
-    tmp_path: Path, clock: Time
-) -> None:
-    hooks = nn.modules.module._global_forward_pre_hooks
-    before, backward = dict(hooks), torch.autograd.backward
-    model = Model(clock)
-    inside: list[int] = []
-    model.first.register_forward_hook(lambda *args: inside.append(len(hooks) - len(before)))
-    with HookLogger(model, tmp_path):
-        train(model, clock, steps=4)
-        with pytest.raises(TypeError):
-            model(torch.rand(8, 4), "planted")
-    assert dict(hooks) == before
-    assert torch.autograd.backward is backward
-    assert not {**model._forward_hooks, **model._forward_pre_hooks}
-    assert inside[1:] == [0] * 3
-
-
-# --- waiting for a CPU ----------------------------------------------------------------------------
-
-
 def test_waiting_for_a_cpu_is_not_waiting_for_data(tmp_path: Path, clock: Time) -> None:
     model = Model(clock)
 
@@ -291,9 +270,6 @@ def test_linux_counts_the_time_without_a_cpu_for_each_thread() -> None:
     waits, before = CpuWaits(), waited_s()
     assert 0 < before <= waits.seconds() <= waited_s()
     waits.close()
-
-
-# --- GPUs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -44,9 +44,6 @@ def test_a_queued_step_allocates_about_the_counted_bytes(kind: type[Step]) -> No
     assert sum(step.nbytes for step in kept) == pytest.approx(allocated, rel=0.5)
 
 
-# --- backpressure: a rule blocks the worker ------------------------------------------------------
-
-
 def train_ahead(log_dir: Path, steps: int, every: int) -> list[StepRecord]:
     """Return the records of steps that end while the rule has not judged the first one."""
     may_judge, entered = threading.Event(), threading.Event()
@@ -101,9 +98,6 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     [at_once] = [text for text in caplog.messages if "is not recorded" in text]
     [at_close] = [text for text in caplog.messages if "were dropped" in text]
     assert (figures(at_once)[0], figures(at_close)) == (3, [8])
-
-
-# --- the worker ----------------------------------------------------------------------------------
 
 
 def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(

@@ -53,7 +53,6 @@ def test_training_continues_without_a_decision_of_rank_0(
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start the exchange of rank 0 among so many ranks."""
     started = list[RankExchange]()
 
     def start(size: int, put: Callable[[MergedStep], object] = print) -> RankExchange:

@@ -104,7 +104,6 @@ def test_a_small_array_does_not_keep_its_message_in_memory() -> None:
 
 
 def changed(change: Any) -> bytes:
-    """Return a record with a changed value."""
     content = msgspec.msgpack.decode(part(tensors=table(1.0, 1.0)).encode())
     return msgspec.msgpack.encode(change(content))
 
@@ -126,7 +125,6 @@ def copies(*column: Any) -> bytes:
 
 
 def eight(code: int) -> Ext:
-    """Return eight bytes as values of a type."""
     return Ext(code, bytes(8))
 
 

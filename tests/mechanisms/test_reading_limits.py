@@ -15,18 +15,14 @@ from telemetry.reading.run import open_run
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_log import LogFile, RunDirectory
 from telemetry.reading.sources import FileSource
-from tests.helpers.known_runs import COLUMN, layout_of, write_dashboards, write_run
+from tests.helpers.known_runs import (
+    LAYOUT,
+    matrices,
+    norms,
+    write_dashboards,
+    write_run,
+)
 from tests.helpers.shell import records
-
-LAYOUT = layout_of(["a", "b.x", "b.y"])
-
-
-def norms(step: int) -> np.ndarray:
-    return np.array([step, step * 10, step * 100], np.float32)
-
-
-def matrices(step: int) -> np.ndarray:
-    return np.full((3, len(COLUMN)), step, np.float32)
 
 
 def test_only_what_is_new_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
-import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
@@ -26,9 +25,7 @@ from tests.helpers.shell import records
 
 
 def write(log_dir: Path, steps: range = range(1), **options: Any) -> None:
-    """Write a run of one layer whose norms are 1."""
-    norms = np.ones(1, np.float32)
-    write_run(log_dir, layout_of(["a"]), steps=steps, norms=lambda _: norms, **options)
+    write_run(log_dir, layout_of(["a"]), steps=steps, **options)
 
 
 def test_a_remote_directory_gets_event_files_and_a_run_log(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from telemetry import Alert, Detector, Finding, HookLogger, StepRecord, read
 from telemetry.capture import Schedule, schedule
-from tests.helpers.captured import fit
+from tests.helpers.small_runs import fit
 from tests.helpers.tiny_run import TinyRun
 from tests.helpers.twins import Recorder
 
@@ -345,10 +345,6 @@ def test_custom_rules_and_detectors_receive_every_step(tmp_path: Path, fast: Non
 
 
 @pytest.mark.slow
-def test_without_rules_no_step_is_unusual_and_an_infinite_share_measures_each(
-    tmp_path: Path, fast: None
-) -> None:
-    _, steps = train(tmp_path / "limited", alerts=())
+def test_without_rules_no_step_is_unusual(tmp_path: Path, fast: None) -> None:
+    _, steps = train(tmp_path, alerts=())
     assert len(steps) < 256 + 60
-    _, steps = train(tmp_path / "unlimited", alerts=(), max_overhead=math.inf)
-    assert steps == [*range(600)]

@@ -34,9 +34,9 @@ class MemoryFile:
     def append(self, items: deque[bytes]) -> None:
         self.entered.set()
         assert self.answering.wait(HANGS_S)
+        if self.failure:
+            raise self.failure
         while items:
-            if self.failure:
-                raise self.failure
             self.written.append(items.popleft())
 
     def flush(self) -> None:
@@ -106,25 +106,15 @@ def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
 
 
 def test_a_file_that_cannot_be_created_is_tried_again() -> None:
-    file, writer = FullDisk(), Writer("runs/x", flush_s=NEVER_S)
+    file, writer = MemoryFile(), Writer("runs/x", flush_s=NEVER_S)
+    file.failure = OSError("no room")
     put(writer, file, b"before")
     with pytest.raises(OSError, match="no room"):
         writer.start(file)
-    file.has_room = True
+    file.failure = None
     put(writer, file, b"after")
     writer.close()
     assert file.written == [b"before", b"after"]
-
-
-class FullDisk(MemoryFile):
-    """File that cannot be created before there is room."""
-
-    has_room = False
-
-    def append(self, items: deque[bytes]) -> None:
-        if not self.has_room:
-            raise OSError("no room")
-        super().append(items)
 
 
 def test_files_keep_the_order_of_their_items_and_a_failing_one_does_not_stop_the_others() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from telemetry import HookLogger
 from tests.helpers.applied import Applied
 from tests.helpers.scripted import Scripted, finding
+from tests.helpers.twins import descend
 
 
 def test_title_and_message_are_composed_of_all_known_fields(tmp_path: Path) -> None:
@@ -24,14 +25,12 @@ def test_title_and_message_are_composed_of_all_known_fields(tmp_path: Path) -> N
         Scripted({9: finding(module_name="gone")}, kind="gone"),
     ]
     model = Applied(lambda self, x: self.fc(x).sum(), fc=nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     rules = {detector.kind: detector for detector in detectors}
     with HookLogger(model, tmp_path, alerts=rules) as logger:
         for step in range(11):
             if step != 1:
                 logger.batch([step, f"file {step}"])
-            model(torch.ones(1, 2)).backward()
-            optimizer.step()
+            descend(model, torch.ones(1, 2))
     begin, *others = logger.alerts
     assert begin.title == "root in fc at step 9"
     assert [alert.title for alert in others][-1] == "gone in gone resolved at step 10"

@@ -41,30 +41,14 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
 # Reading and drawing records must start quickly; importing torch takes seconds.
 TORCH_FREE = {
-    "alert",
-    "alerts",
-    "commands",
-    "events",
-    "failures",
-    "flight",
-    "layers",
-    "plain_text",
-    "reading",
-    "records",
-    "rule",
-    "tables",
-    "tag_names",
-    "tensorboard_plugin",
-    "threads",
-    "untrusted",
-    "version",
-}
+    "alert", "alerts", "commands", "events", "failures", "flight", "layers", "plain_text",
+    "reading", "records", "rule", "tables", "tag_names", "tensorboard_plugin", "threads",
+    "untrusted", "version",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """Source file and its imports."""
-
     name: str
     imports: frozenset[str]
 
@@ -113,7 +97,6 @@ def read_imports(name: str, path: Path, known: set[str]) -> Iterator[str]:
 
 
 def violations(package: Path) -> list[str]:
-    """Return a message for each broken rule."""
     modules = read_modules(package)
     unknown = [f"{name} has no layer" for name in modules if part(name) not in LAYER_OF]
     faults = [
@@ -150,7 +133,6 @@ def reachable(name: str, modules: dict[str, Module]) -> set[str]:
 
 
 def find_fault(module: Module, target: str, modules: dict[str, Module]) -> str | None:
-    """Return the violation of one import, or None."""
     if target.partition(".")[0] != PACKAGE.name:
         heavy = target.partition(".")[0] in {"torch", "torchvision"}
         return "but must do without torch" if heavy and module.is_torch_free else None

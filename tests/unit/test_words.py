@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,6 @@ OTHERS = [*sorted((ROOT / "tests").glob("*/")), ROOT / "benchmarks"]
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of each docstring."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
@@ -46,7 +45,6 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of each docstring and comment."""
     yield from docstrings(source)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -62,11 +60,11 @@ def openings(source: str) -> list[str]:
     ]
 
 
-def dialect(source: str) -> list[str]:
+def dialect(lines: Iterable[tuple[int, str]]) -> list[str]:
     """Return the words that have a term of the field, with the term."""
     return [
         f"{line}: {found[0]!r} -> {term}"
-        for line, text in prose(source)
+        for line, text in lines
         for pattern, term in TERMS.items()
         for found in re.finditer(pattern, text, re.IGNORECASE)
     ]
@@ -80,18 +78,16 @@ def test_prose_has_the_words_of_the_field(folder: Path) -> None:
         for file in sorted(files)
         if file != Path(__file__)
         for source in [file.read_text(encoding="utf-8")]
-        for problem in openings(source) + dialect(source)
+        for problem in openings(source) + dialect(prose(source))
     ]
 
 
 def test_docs_have_the_words_of_the_field() -> None:
     pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     assert not [
-        f"{page.relative_to(ROOT)}:{line}: {found[0]!r} -> {term}"
+        f"{page.relative_to(ROOT)}:{problem}"
         for page in pages
-        for line, text in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
-        for pattern, term in TERMS.items()
-        for found in re.finditer(pattern, text, re.IGNORECASE)
+        for problem in dialect(enumerate(page.read_text(encoding="utf-8").splitlines(), 1))
     ]
 
 
@@ -106,4 +102,4 @@ def test_docs_have_the_words_of_the_field() -> None:
     ],
 )
 def test_a_docstring_or_comment_is_checked(source: str, problem: str | None) -> None:
-    assert openings(source) + dialect(source) == ([problem] if problem else [])
+    assert openings(source) + dialect(prose(source)) == ([problem] if problem else [])

@@ -27,7 +27,7 @@ from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
 from tests.helpers.loops import finish
 from tests.helpers.require import needs_observable_graphs, require
-from tests.helpers.twins import assert_left_alone, loss_of, one_step, run, training
+from tests.helpers.twins import assert_left_alone, descend, loss_of, one_step, run, training
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 12, 16, 4
 
@@ -162,23 +162,20 @@ def test_figures_are_those_of_explicit_logits(name: str, length: int) -> None:
     assert_heads(record.attention["attn"], expected(q[0], k[0], **oracle))
 
 
-class Single(nn.Module):
+def single(keys: Tensor | None = None) -> nn.Module:
     """Attention without an axis for heads, or with one, to the inputs or to fixed keys."""
 
-    def __init__(self, keys: Tensor | None = None) -> None:
-        super().__init__()
-        self.q, self.keys = nn.Linear(WIDTH, WIDTH), keys
-        self.seen: tuple[Tensor, Tensor]
+    def forward(m: Any, x: Tensor) -> Tensor:
+        k = x if keys is None else keys
+        m.seen = (q := m.q(x)).detach(), k
+        return functional.scaled_dot_product_attention(q, k, k)
 
-    def forward(self, x: Tensor) -> Tensor:
-        keys = x if self.keys is None else self.keys
-        self.seen = (q := self.q(x)).detach(), keys
-        return functional.scaled_dot_product_attention(q, keys, keys)
+    return Applied(forward, q=nn.Linear(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize("axes", [2, 3])
 def test_tensors_with_fewer_axes_have_one_head(axes: int) -> None:
-    model, x = Single(), batch()
+    model, x = single(), batch()
     record = one_step(model, x if axes == 3 else x[0])
     q, k = (o if axes == 3 else o[None] for o in model.seen)
     assert_heads(record.attention[""], expected(q[:1], k[:1]))
@@ -186,7 +183,7 @@ def test_tensors_with_fewer_axes_have_one_head(axes: int) -> None:
 
 def test_heads_of_many_keys_are_measured_in_turn() -> None:
     """A head's logits alone are more numbers than one intermediate tensor may have."""
-    model = Single(torch.randn(1, HEADS, 70_000, WIDTH))
+    model = single(torch.randn(1, HEADS, 70_000, WIDTH))
     record = one_step(model, torch.randn(1, HEADS, LENGTH, WIDTH))
     q, k = model.seen
     assert_heads(record.attention[""], expected(q[0], k[0]), rtol=1e-4)
@@ -350,15 +347,13 @@ class Fails(Net):
 
 def test_a_forward_that_raises_leaves_no_mode() -> None:
     model = Fails(RuntimeError)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with capture_run(model) as run:
         with pytest.raises(RuntimeError, match="planted"):
             model(batch())
         assert _get_current_function_mode_stack() == []
         model.error = None
-        model(batch()).square().mean().backward()
+        descend(model, batch())
         assert _get_current_function_mode_stack() == []
-        optimizer.step()
     assert "attn" in run.records[0].attention
     assert not torch.nn.modules.module._global_forward_hooks_always_called
 

@@ -34,9 +34,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-# --- several passes of one step -------------------------------------------------------------------
-
-
 def test_gradients_through_the_graph_of_an_earlier_step_are_not_logged(tmp_path: Path) -> None:
     """Truncated backpropagation through time, with a state that is not detached."""
 
@@ -52,9 +49,6 @@ def test_gradients_through_the_graph_of_an_earlier_step_are_not_logged(tmp_path:
 
     outcome = assert_left_alone(mlp, loop, tmp_path)
     assert [r.activation_grads["0"].calls for r in outcome.full] == [1, 1, 1]
-
-
-# --- probes: gradients that are not accumulated ---------------------------------------------------
 
 
 def test_probes_by_autograd_grad_are_not_logged(tmp_path: Path) -> None:
@@ -82,9 +76,6 @@ def test_a_backward_pass_that_builds_a_graph_is_logged(tmp_path: Path) -> None:
         check(mlp, loop, tmp_path)
 
 
-# --- passes that are not training -----------------------------------------------------------------
-
-
 def test_a_head_in_training_mode_is_logged_at_once_and_the_rest_from_the_second_step(
     tmp_path: Path,
 ) -> None:
@@ -95,9 +86,6 @@ def test_a_head_in_training_mode_is_logged_at_once_and_the_rest_from_the_second_
 
     outcome = assert_left_alone(mlp, training(of_the_head), tmp_path)
     assert [list(record.activations) for record in outcome.full] == [["2"], *[["0", "1", "2"]] * 2]
-
-
-# --- phases ---------------------------------------------------------------------------------------
 
 
 def validating_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
@@ -153,7 +141,6 @@ def test_a_nested_phase_is_logged_apart_from_the_outer_phase(tmp_path: Path) -> 
 
 
 def test_hooks_of_a_phase_are_removed_when_it_raises_or_a_step_ends_in_it(tmp_path: Path) -> None:
-    """The step is counted, without activations."""
     model, recorder = mlp(), Recorder()
     train = partial(training(), model)
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
@@ -166,9 +153,6 @@ def test_hooks_of_a_phase_are_removed_when_it_raises_or_a_step_ends_in_it(tmp_pa
         assert not any(module._forward_hooks for module in model.modules())
     activations = [len(record.activations) for record in recorder.records]
     assert activations == [0, 0, 0, 0, 3, 0]
-
-
-# --- differential equations -----------------------------------------------------------------------
 
 
 class Adjoint(torch.autograd.Function):
@@ -220,9 +204,6 @@ def test_a_function_that_only_runs_in_the_backward_pass_has_no_activation_gradie
     assert "activation gradients of slope.0, slope.1 are" in line.getMessage()
 
 
-# --- checkpointing --------------------------------------------------------------------------------
-
-
 def test_feature_maps_of_selectively_checkpointed_convolutions_are_recorded(tmp_path: Path) -> None:
     """Pictures are copied inside of the region whose operations are cached."""
 
@@ -234,9 +215,6 @@ def test_feature_maps_of_selectively_checkpointed_convolutions_are_recorded(tmp_
     outcome = assert_left_alone(make, loop, tmp_path)
     assert list(outcome.full[0].activations) == ["block.0", "block.1", "block.2"]
     assert list(outcome.full[0].feature_maps) == ["block.0", "block.2"]
-
-
-# --- optimizers -----------------------------------------------------------------------------------
 
 
 def test_lbfgs_is_logged_at_its_first_evaluation(tmp_path: Path) -> None:
@@ -358,9 +336,6 @@ def test_an_optimizer_of_two_models_ends_the_steps_of_the_models_that_it_has() -
     assert first.records[0].grad_present.all()
     assert second.records[0].grad_present.all()
     assert second.records[1].activations[""].calls == 1
-
-
-# --- modes of the caller --------------------------------------------------------------------------
 
 
 class SeenByDispatch(TorchDispatchMode):

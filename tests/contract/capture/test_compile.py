@@ -345,9 +345,6 @@ def test_a_model_of_torch_jit_is_logged_without_its_activations(
     assert not any(words in caplog.text for words in ("Traceback", "seen running"))
 
 
-# --- compiled before it is watched ----------------------------------------------------------------
-
-
 def trained_after_compiling(compiled: Compile, remedy: str = "none") -> list[StepRecord]:
     """Three steps of a model whose compiled code has run before it was watched."""
     model, steps = Net(), itertools.count()
@@ -388,9 +385,6 @@ def test_dropping_the_compiled_code_or_running_logged_steps_eagerly_is_a_remedy(
 ) -> None:
     records = trained_after_compiling(whole, remedy)
     assert [len(record.activations) for record in records] == [7, 0, 7]
-
-
-# --- afterwards -----------------------------------------------------------------------------------
 
 
 def test_after_close_the_compiled_model_still_runs_and_no_reference_is_kept(tmp_path: Path) -> None:

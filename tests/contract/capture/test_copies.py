@@ -30,6 +30,7 @@ from tests.helpers.twins import (
     assert_same,
     by_pickle,
     by_saving,
+    descend,
     loss_of,
     of_ours,
     training,
@@ -53,9 +54,7 @@ def batch() -> Tensor:
 
 def train(model: nn.Module, steps: int) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(batch()).sum().backward()
-        optimizer.step()
+    descend(model, batch(), optimizer, steps=steps)
     return optimizer
 
 
@@ -75,11 +74,9 @@ def test_a_copied_model_works_and_logs_nothing(
         x = batch()
         copy.copy(model.conv)(x * 100)
         twin(x * 100)
-        twin(x * 100).sum().backward()
-        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        descend(twin, x * 100)
         assert len(run.records) == steps
-        model(x).sum().backward()
-        optimizer.step()
+        descend(model, x, optimizer)
     record = run.records[-1]
     assert record.step == steps
     if record.full:
@@ -119,8 +116,7 @@ def test_the_copy_of_a_model_with_a_logger_attribute_has_a_disabled_logger(
     assert logger.state_dict() == {}
     logger.load_state_dict({"step": 7})
     assert copy.deepcopy(logger).current_step == 7
-    model(batch()).sum().backward()
-    optimizer.step()
+    descend(model, batch(), optimizer)
     assert model.logger.current_step == steps + 1
     model.logger.close()
     assert copy.copy(model.logger).current_step == steps + 1
@@ -213,14 +209,12 @@ def test_replicas_of_data_parallel_are_not_logged(
     assert not any(record.activations for record in outcome.records)
 
 
-# --- nothing is left ------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> None:
     pre, post = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
-    before = len(pre), len(post)
+    before, of_modules = (len(pre), len(post)), nn.modules.module._global_forward_pre_hooks
+    patched = dict(of_modules), torch.autograd.backward
     ours, model = of_ours(), Net()
     state = {name: set(vars(module)) for name, module in model.named_modules()}
     replaced = weakref.ref(model.head)
@@ -236,6 +230,7 @@ def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> 
     del logger
     assert hook_count(model) == 0
     assert (len(pre), len(post)) == before
+    assert (dict(of_modules), torch.autograd.backward) == patched
     assert {name: set(vars(module)) for name, module in model.named_modules()} == state
     assert not hasattr(nn.Module, "__prepare_scriptable__")
     assert of_ours() <= ours
@@ -252,9 +247,7 @@ def test_a_logger_that_is_dropped_does_not_keep_the_model(
     x = batch() if isinstance(model, Net) else torch.rand(2, 64)
     HookLogger(model, tmp_path, every_n_steps=2, modules=nn.Module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(x).sum().backward()
-        optimizer.step()
+    descend(model, x, optimizer, steps=steps)
     references = [weakref.ref(model), weakref.ref(optimizer)]
     if in_a_step:
         model(x).sum().backward()

@@ -22,6 +22,7 @@ from tests.helpers.twins import (
     assert_left_alone,
     by_pickle,
     by_saving,
+    descend,
     mlp,
     one_step,
     run,
@@ -169,8 +170,6 @@ def test_a_frozen_encoder_in_evaluation_mode_stays_fused_and_is_not_measured(
 def test_a_model_of_one_fused_layer_is_measured_only_if_its_type_is_selected(
     tmp_path: Path, modules: Any
 ) -> None:
-    """The output of the layer is measured, fused or not, if its type is selected."""
-
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
@@ -304,9 +303,7 @@ def test_a_compiled_model_warns_only_of_global_hooks_of_the_user(tmp_path: Path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with HookLogger(model, tmp_path, every_n_steps=2), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*global hooks")
-        for _ in range(3):
-            compiled(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
+        descend(compiled, torch.randn(3, 4), optimizer, steps=3)
         twin = copy.deepcopy(model)
     assert hook_counts(twin) == 0
     handle = nn.modules.module.register_module_forward_hook(lambda m, args, output: None)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -250,35 +251,20 @@ def indexing() -> nn.Module:
 
 
 def test_indices_counts_and_masks_do_not_count_in_statistics_of_a_layer(tmp_path: Path) -> None:
-    returned: dict[str, list[Tensor]] = {}
-
-    def make() -> nn.Module:
-        model = indexing()
-        for name, module in model.named_children():
-            module.register_forward_hook(
-                lambda _, __, output, name=name: returned.update({name: floats_in(output)})
-            )
-        return model
-
     loop = training(lambda model: model(torch.randn(3, 200)).square().sum(), 1)
-    [record] = run(make, loop, tmp_path).records
-    assert {str(output) for output in record.outputs} == {
-        *("conv", "pool", "rnn", "rnn[2]", "rnn[3]", "gate[1]")
-    }
+    outcome, [step] = check(indexing, loop, tmp_path)
+    assert [*step.activations] == ["conv", "pool", "rnn", "rnn[2]", "rnn[3]", "gate[1]"]
+    returned: dict[str, list[np.ndarray]] = {}
+    for output, [values] in step.activations.items():
+        returned.setdefault(output.partition("[")[0], []).append(values)
     layers = telemetry.read(tmp_path).layers
     rms = layers[layers["statistic"] == "activation_rms"].set_index("module_name")["value"]
     assert set(rms.index) == {"model input", *returned}
-    for name, tensors in returned.items():
-        values = torch.cat([tensor.flatten() for tensor in tensors])
-        assert rms[name] == pytest.approx(float(values.square().mean().sqrt()), rel=1e-5), name
-        largest = pytest.approx(float(tensors[0].max()), rel=1e-6)
-        assert record.activations[name].sketch.max == largest
-
-
-def floats_in(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output.detach()] if output.is_floating_point() else []
-    return [tensor for part in output or () for tensor in floats_in(part)]
+    for name, parts in returned.items():
+        values = np.concatenate([part.ravel() for part in parts])
+        assert rms[name] == pytest.approx(np.sqrt((values**2).mean()), rel=1e-5), name
+        largest = pytest.approx(parts[0].max(), rel=1e-6)
+        assert outcome.full[0].activations[name].sketch.max == largest
 
 
 # --- changing models ------------------------------------------------------------------------------
@@ -317,9 +303,8 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
                     loss = model(torch.randn(3, 4)).square().sum()
                 elif moment == "after forward":
                     loss.backward()
-                    before = grad_norm(model)
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            used = grad_norm(model)
+                    before = float(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+            used = math.hypot(*(p.grad.norm() for p in model.parameters() if p.grad is not None))
             optimizer.step()
             record = captured.records[-1]
             assert record.step == step
@@ -333,11 +318,6 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
                     assert clipped is None  # of removed parameters
                 else:
                     assert clipped == pytest.approx(before, rel=1e-4)
-
-
-def grad_norm(model: nn.Module) -> float:
-    norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-    return math.hypot(*norms)
 
 
 def test_frozen_weights_that_no_optimizer_holds_and_no_replaced_module_are_measured() -> None:
@@ -371,6 +351,10 @@ def test_changed_layers_are_logged_and_written_with_their_step(
     assert message in caplog.text
     [events] = tmp_path.glob("*tfevents*")
     assert message.encode() in events.read_bytes()
+    layers = telemetry.read(tmp_path).layers
+    norms = layers[layers.statistic == "grad_norm"]
+    for name, steps in (("0", [0, 1, 2, 3]), ("2", [2, 3])):
+        assert norms[norms.module_name == name].step.tolist() == steps
 
 
 def bypassed() -> nn.Module:
@@ -486,7 +470,6 @@ def test_training_on_a_separate_thread_is_logged(tmp_path: Path) -> None:
 
 
 def test_passes_of_a_second_thread_are_not_logged_once_a_thread_has_stepped(tmp_path: Path) -> None:
-    """An evaluation thread that runs first in the second step does not count as training."""
     steps = itertools.count()
 
     def step(model: nn.Module) -> Tensor:

@@ -1,34 +1,31 @@
 """Programs of other authors train to the same bit, with the statistics of plain hooks.
 
-Each program trains a model and reports the end of each step. It runs bare, with plain hooks, and
-with a logger.
+Each program trains a model and reports the end of each step. It runs bare, with a logger, and with
+plain hooks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
-from telemetry import HookLogger, StepRecord
+from telemetry import HookLogger
 from tests.helpers.applied import Applied
-from tests.helpers.hand import selective_checkpoint
+from tests.helpers.hand import assert_logged, not_training, plain_hooks, selective_checkpoint
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
-from tests.helpers.twins import Recorder, assert_same, batch, draw, loss_of, seed
+from tests.helpers.twins import assert_left_alone, batch, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of PyTorch
 
@@ -41,17 +38,16 @@ class Program:
     Attributes:
         model: The measured model.
         step_ended: Called at the end of each step.
-        aside: Around passes that are not to be counted, because they end in ``autograd.grad``.
         compiles: Whether pieces may be compiled: plain hooks do not see into those.
     """
 
-    def __init__(self, model: nn.Module, hooks: PlainHooks | None, compiles: bool) -> None:
-        self.model = model
-        self.step_ended = hooks.step_ended if hooks else lambda: None
-        self.aside: Callable[[], AbstractContextManager[None]] = (
-            hooks.aside if hooks else nullcontext
-        )
-        self.compiles = compiles
+    def __init__(
+        self,
+        model: nn.Module,
+        step_ended: Callable[[], object] = lambda: None,
+        compiles: bool = True,
+    ) -> None:
+        self.model, self.step_ended, self.compiles = model, step_ended, compiles
 
     def steps(self, *optimizers: Optimizer, count: int = STEPS) -> Iterator[int]:
         """The usual loop, by SGD unless others are given; its body leaves gradients."""
@@ -110,11 +106,14 @@ def hooked_net() -> nn.Sequential:
 
 
 def plain_loop(
-    p: Program, optimizers: Callable[[nn.Module], list[Optimizer]], passes: int = 1
+    p: Program,
+    optimizers: Callable[[nn.Module], list[Optimizer]],
+    loss: Callable[[nn.Module], Tensor] = loss_of,
+    passes: int = 1,
 ) -> None:
     for _ in p.steps(*optimizers(p.model)):
         for _ in range(passes):
-            loss_of(p.model).backward()
+            loss(p.model).backward()
 
 
 def sgd(model: nn.Module) -> list[Optimizer]:
@@ -136,6 +135,28 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], list[Optim
 }
 for name, (make, optimizers_of) in PLAIN.items():
     PROGRAMS[name] = make, partial(plain_loop, optimizers=optimizers_of)
+
+
+def two_views_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def under_autocast(model: nn.Module) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(batch()).float().square().mean()
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
+    "two_views": (two_views_net, lambda m: (m(batch()) - m(batch())).square().mean()),
+    "autocast_to_bfloat16": (net, under_autocast),
+    "double_precision": (lambda: net().double(), lambda m: loss_of(m, batch().double())),
+    "checkpointed_with_reentry": (
+        lambda: Blocks(partial(checkpoint, use_reentrant=True)),
+        lambda m: loss_of(m, batch().requires_grad_()),
+    ),
+}
+for name, (make, loss) in LOSSES.items():
+    PROGRAMS[name] = make, partial(plain_loop, optimizers=sgd, loss=loss)
 PROGRAMS["selectively_checkpointed_micro_batches"] = (
     lambda: Blocks(selective_checkpoint),
     partial(plain_loop, optimizers=sgd, passes=2),
@@ -177,7 +198,9 @@ def two_losses_of_one_graph(p: Program) -> None:
         out.abs().mean().backward()
 
 
-def step_by_closures(p: Program, optimizer: Optimizer) -> None:
+def step_by_closures(p: Program, make: Callable[..., Optimizer]) -> None:
+    optimizer = make(p.model.parameters())
+
     def closure() -> float:
         optimizer.zero_grad()
         loss = loss_of(p.model)
@@ -194,14 +217,11 @@ def step_by_closures(p: Program, optimizer: Optimizer) -> None:
         p.step_ended()
 
 
-@program(net)
-def closure_of_lbfgs(p: Program) -> None:
-    step_by_closures(p, torch.optim.LBFGS(p.model.parameters(), 0.1, max_iter=1))
-
-
-@program(net)
-def closure_of_sgd(p: Program) -> None:
-    step_by_closures(p, SGD(p.model.parameters(), 0.1, momentum=0.9))
+PROGRAMS["closure_of_lbfgs"] = (
+    net,
+    partial(step_by_closures, make=partial(torch.optim.LBFGS, lr=0.1, max_iter=1)),
+)
+PROGRAMS["closure_of_sgd"] = net, partial(step_by_closures, make=partial(SGD, lr=0.1, momentum=0.9))
 
 
 @program(net)
@@ -238,7 +258,7 @@ def gradient_penalty(p: Program) -> None:
     for _ in p.steps():
         x = batch().requires_grad_()
         out = p.model(x).mean()
-        with p.aside():
+        with not_training():
             (slope,) = torch.autograd.grad(out, x, create_graph=True)
         (out + slope.square().sum()).backward()
 
@@ -378,12 +398,6 @@ class Blocks(nn.Module):
         return out
 
 
-@program(partial(Blocks, partial(checkpoint, use_reentrant=True)))
-def checkpointed_with_reentry(p: Program) -> None:
-    for _ in p.steps():
-        p.model(batch().requires_grad_()).square().mean().backward()
-
-
 @program(Blocks)
 def layers_dropped_at_random(p: Program) -> None:
     model: Any = p.model
@@ -422,16 +436,6 @@ def trunk_unfrozen_later(p: Program) -> None:
     for index in p.steps():
         model[0].requires_grad_(index >= 3)
         loss_of(p.model).backward()
-
-
-def two_views_net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-@program(two_views_net)
-def two_views(p: Program) -> None:
-    for _ in p.steps():
-        (p.model(batch()) - p.model(batch())).square().mean().backward()
 
 
 @program(two_views_net)
@@ -493,7 +497,7 @@ def inner_loop_of_maml(p: Program) -> None:
     for _ in p.steps(optimizer):
         weights = dict(p.model.named_parameters())
         inner = functional_call(p.model, weights, (batch(),)).square().mean()
-        with p.aside():
+        with not_training():
             grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
         moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
         optimizer.zero_grad()
@@ -510,22 +514,6 @@ def sparse_embedding(p: Program) -> None:
 
 
 # --- precision and compilers ----------------------------------------------------------------------
-
-
-@program(net)
-def autocast_to_bfloat16(p: Program) -> None:
-    optimizer = AdamW(p.model.parameters(), 0.01)
-    for _ in p.steps(optimizer):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = p.model(batch()).float().square().mean()
-        loss.backward()
-
-
-@program(net)
-def double_precision(p: Program) -> None:
-    p.model.double()
-    for _ in p.steps():
-        p.model(batch().double()).square().mean().backward()
 
 
 @program(net)
@@ -551,172 +539,27 @@ def compiled_step_function(p: Program) -> None:
         forward(batch()).backward()
 
 
-# --- plain hooks ----------------------------------------------------------------------------------
-
-Figures = dict[str, tuple[float, ...]]
-"""Norm, minimum, maximum and number of calls by module and kind."""
-
-
-class PlainHooks:
-    """Plain hooks on training passes: outputs, their gradients, and gradients at the step.
-
-    Attributes:
-        steps: Of each step the figures, the norms of the gradients that optimizers were given, and
-            the modules without children, which are recorded by default.
-    """
-
-    def __init__(self, model: nn.Module, *, closures: bool) -> None:
-        self.model = model
-        self.steps: list[tuple[Figures, dict[str, float]]] = []
-        self._closures = closures
-        self._aside = False
-        self._seen: dict[str, list[Tensor]] = defaultdict(list)
-        self._norms: dict[str, float] = {}
-        self._called: set[str] = set()
-        self._hooked: set[nn.Module] = {model}  # its output is not recorded by default
-
-    @contextmanager
-    def on(self) -> Iterator[PlainHooks]:
-        handles = [
-            optimizers.register_optimizer_step_pre_hook(self._before_step),
-            nn.modules.module.register_module_forward_pre_hook(lambda *_: self._hook_all()),
-        ]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        self._aside = True
-        yield
-        self._aside = False
-
-    def _hook_all(self) -> None:
-        for module in set(self.model.modules()) - self._hooked:
-            self._hooked.add(module)
-            module.register_forward_hook(self._after_forward)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        names = [name for name, known in self.model.named_modules() if known is module]
-        if not names or not torch.is_grad_enabled() or not self.model.training:
-            return
-        # What checkpointing runs again counts if it could not be seen the first time.
-        if torch._C._current_graph_task_id() == -1:
-            self._called.add(names[0])
-        elif names[0] in self._called:
-            return
-        first: Tensor = output[0] if isinstance(output, tuple) else output
-        self._seen[f"outputs {names[0]}"].append(first.detach().double().clone())
-        if first.grad_fn is not None:
-            first.register_hook(lambda grad: self._note_grad(f"output_grads {names[0]}", grad))
-
-    def _note_grad(self, key: str, grad: Tensor) -> None:
-        if not self._aside:
-            self._seen[key].append(grad.detach().double().clone())
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._closures:  # or there is no gradient yet that it will step with
-            self._note_norms({id(p) for group in optimizer.param_groups for p in group["params"]})
-
-    def _note_norms(self, identities: set[int]) -> None:
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) in identities and parameter.grad is not None:
-                grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                self._norms[name] = float(grad.double().norm())
-
-    def step_ended(self) -> None:
-        if self._closures:
-            self._note_norms({id(parameter) for parameter in self.model.parameters()})
-        figures = {
-            key: (
-                float(torch.cat([tensor.flatten() for tensor in tensors]).norm()),
-                min(float(tensor.min()) for tensor in tensors),
-                max(float(tensor.max()) for tensor in tensors),
-                len(tensors),
-            )
-            for key, tensors in self._seen.items()
-        }
-        self.steps.append((figures, dict(self._norms)))
-        self._seen.clear()
-        self._norms.clear()
-        self._called.clear()
-
-
-def figures_of(record: StepRecord) -> tuple[Figures, dict[str, float]]:
-    found: Figures = {}
-    for kind in ("outputs", "output_grads"):
-        for output, tensor in getattr(record, kind).items():
-            if output.place == 0:
-                sketch = tensor.sketch
-                norm = float(np.sqrt(sketch.sum_squares))
-                found[f"{kind} {output.module_name}"] = norm, sketch.min, sketch.max, tensor.calls
-    names = [parameter.name for parameter in record.layout.parameters]
-    norms = dict(zip(names, record.grad_norms.tolist(), strict=True))
-    return found, {
-        n: norms[n] for n, there in zip(names, record.grad_present, strict=True) if there
-    }
-
-
-def has_children(model: nn.Module, key: str) -> bool:
-    name = key.partition(" ")[2]
-    try:
-        return any(model.get_submodule(name).children()) or "parametrizations" in name
-    except AttributeError:  # removed meanwhile
-        return False
-
-
-def run(name: str, watch: Any = nullcontext, compiles: bool = True) -> tuple[nn.Module, Any, Any]:
-    make, train = PROGRAMS[name]
-    torch.compiler.reset()
-    seed(0)
-    model = make()
-    with watch(model) as hooks:
-        seed(1)
-        train(Program(model, hooks if isinstance(hooks, PlainHooks) else None, compiles))
-    return model, hooks, draw()
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_trains_unchanged_and_its_statistics_are_right(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder()
+    make_model, train = PROGRAMS[name]
 
-    def logged(model: nn.Module) -> HookLogger:
-        return HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder])
+    def make() -> nn.Module:
+        torch.compiler.reset()
+        return make_model()
 
-    def hooked(model: nn.Module) -> AbstractContextManager[PlainHooks]:
-        return PlainHooks(model, closures="closure" in name).on()
+    def loop(model: nn.Module, logger: HookLogger | None) -> tuple[()]:
+        train(Program(model))
+        return ()
 
-    bare, _, numbers = run(name)
-    watched, _, numbers_watched = run(name, logged)
-    again, plain, _ = run(name, hooked, compiles=False)
-    torch.compiler.reset()
-
-    assert numbers_watched == numbers
-    for (key, value), other in zip(
-        bare.state_dict().items(), watched.state_dict().values(), strict=True
-    ):
-        assert_same(value, other, key)
-    for parameter, other in zip(bare.parameters(), watched.parameters(), strict=True):
-        assert_same(parameter.grad, other.grad)
-
+    records = assert_left_alone(make, loop, tmp_path).records
+    with plain_hooks(make, closures="closure" in name) as hooks:
+        train(Program(hooks.model, hooks.step_ended, compiles=False))
     assert "telemetry failed" not in caplog.text
-    for record in recorder.records:
+    for record, step in zip(records, hooks.steps, strict=True):
         before_clipping = record.total_grad_norm_before_clipping
         assert name not in PLAIN or before_clipping == pytest.approx(record.total_grad_norm)
-    steps = [figures_of(record) for record in recorder.records]
-    assert len(steps) == len(plain.steps)
-    for index, ((figures, norms), (expected, expected_norms)) in enumerate(
-        zip(steps, plain.steps, strict=True)
-    ):
-        assert norms == pytest.approx(expected_norms, rel=1e-5), index
-        assert norms.keys() <= recorder.records[index].update_ratios.keys(), index
-        if "compiled" in name and not GRAPHS_CAN_BE_OBSERVED:
-            continue
-        missing = [key for key in expected.keys() - figures.keys() if not has_children(again, key)]
-        assert (index, missing) == (index, [])
-        for key, values in figures.items():
-            assert values == pytest.approx(expected[key], rel=1e-3, abs=1e-7), (index, key)
+        assert step.grads.keys() <= record.update_ratios.keys()
+        if "compiled" not in name or GRAPHS_CAN_BE_OBSERVED:
+            assert_logged(record, step)

@@ -22,6 +22,7 @@ from tests.helpers.twins import (
     assert_left_alone,
     assert_same,
     batch,
+    descend,
     loss_of,
     mlp,
     one_step,
@@ -53,11 +54,7 @@ TOOLS: dict[str, Callable[[nn.Module], Any]] = {
 
 @functools.cache
 def a_model_with_a_hook_is_exported_strictly() -> bool:
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1
-
-    model = Net()
+    model = nn.ReLU()
     model.register_forward_hook(lambda module, args, output: None)
     try:
         TOOLS["strict export"](model)
@@ -70,7 +67,6 @@ def a_model_with_a_hook_is_exported_strictly() -> bool:
 @pytest.mark.parametrize("name", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_watched_model_can_be_traced(tmp_path: Path, name: str) -> None:
-    """Trace in the middle of training; the result equals that of a bare model."""
     if name == "strict export" and not a_model_with_a_hook_is_exported_strictly():
         pytest.skip("this PyTorch exports no model that has any hook, strictly")
 
@@ -126,9 +122,7 @@ def test_a_meta_model_is_logged_once_it_has_values() -> None:
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             nn.init.ones_(parameter)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(batch()).sum().backward()
-        optimizer.step()
+        descend(model, batch())
     [record] = run.records
     assert record.grad_present.all()
     assert record.activation_grads["2"].calls == 1

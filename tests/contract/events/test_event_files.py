@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import fsspec
@@ -18,7 +19,8 @@ import telemetry
 from telemetry import HookLogger
 from tests.helpers.board import ReadBoard
 from tests.helpers.known_runs import alert_at
-from tests.helpers.tiny_run import TinyRun
+from tests.helpers.tiny_run import TinyRun, whole_run
+from tests.helpers.twins import descend
 
 EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
 
@@ -26,9 +28,7 @@ EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code <
 @pytest.mark.slow
 def test_tags_of_every_character_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
     tags = [f"tag {''.join(EVERY_CHARACTER[i : i + 999])}" for i in range(0, 0x10F800, 999)]
-    run = TinyRun(tmp_path / "run")
-    run.train(1, **dict.fromkeys(tags, 1.0))
-    run.logger.close()
+    whole_run(tmp_path / "run", scalars=dict.fromkeys(tags, 1.0))
     shown = read_board(tmp_path).scalars()["run"]
     assert {tag: shown[tag] for tag in tags} == {tag: [(0, 1.0)] for tag in tags}
 
@@ -38,9 +38,7 @@ def test_a_tag_of_ten_thousand_characters_and_large_steps_are_shown(
 ) -> None:
     tag = "ß/" * 5000
     for step in (2**31, 2**32, 2**53 - 2):
-        run = TinyRun(tmp_path / "run", first_step=step)
-        run.train(2, **{tag: 1.0})
-        run.logger.close()
+        whole_run(tmp_path / "run", 2, {tag: 1.0}, first_step=step)
     shown = read_board(tmp_path).scalars()["run"][tag]
     assert [step for step, _ in shown] == [
         *(2**31, 2**31 + 1, 2**32, 2**32 + 1, 2**53 - 2, 2**53 - 1)
@@ -73,9 +71,7 @@ def test_logged_values_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, scalars: dict[str, float], step: int
 ) -> None:
     log_dir = tmp_path_factory.mktemp("run")
-    run = TinyRun(log_dir, first_step=step)
-    run.train(1, **scalars)
-    run.logger.close()
+    whole_run(log_dir, scalars=scalars, first_step=step)
     table = telemetry.read(log_dir).scalars
     for tag, value in scalars.items():
         [row] = table[table.tag == tag].itertuples()
@@ -89,11 +85,9 @@ def test_histograms_pictures_and_texts_are_shown(tmp_path: Path, read_board: Rea
         return [alert_at(record.step, None, kind="planted", severity="warning", summary=summary)]
 
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with HookLogger(model, tmp_path / "run", alerts=[rule]) as logger:
         weight = model[2].weight.detach().clone()
-        model(torch.rand(3, 1, 6, 6)).sum().backward()
-        optimizer.step()
+        descend(model, torch.rand(3, 1, 6, 6))
         logger.flush()
         board = read_board(tmp_path)
     [(step, table)] = board.tensors("histograms")["run"]["weight/0002.2.weight"]
@@ -103,6 +97,8 @@ def test_histograms_pictures_and_texts_are_shown(tmp_path: Path, read_board: Rea
     assert {"filters/0000.0", "input"} <= pictures.keys()
     [(step, picture)] = pictures["feature_maps/0000.0"]
     assert step == 0
+    width_and_height = struct.unpack(">2I", picture[2][16:24])  # of a PNG
+    assert tuple(map(int, picture[:2])) == width_and_height
     assert picture[2].startswith(b"\x89PNG")
     texts = board.tensors("text")["run"]
     assert any("loss is **NaN** ↯" in text[0].decode() for [(_, text)] in texts.values())

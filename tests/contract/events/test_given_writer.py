@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 import telemetry
 from tests.helpers.board import Board, open_slow
 from tests.helpers.shell import records
-from tests.helpers.tiny_run import TinyRun, event_files, events_of, steps_by_file
+from tests.helpers.tiny_run import TinyRun, event_files, events_of, steps_by_file, whole_run
 
 HANGS_S = 120  # a watchdog; decides no test
 
@@ -35,7 +35,6 @@ def test_the_writer_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def step_after_a_close(log_dir: Path) -> tuple[SummaryWriter, TinyRun]:
-    """Train one step before the user closes the writer, and one after it."""
     writer = SummaryWriter(log_dir)
     run = TinyRun(writer)
     run.train()
@@ -74,9 +73,7 @@ def test_a_file_of_ours_after_a_close_can_be_read_alone(tmp_path: Path) -> None:
 def test_a_closed_writer_is_continued_in_a_new_file_and_stays_open(tmp_path: Path) -> None:
     writer = SummaryWriter(tmp_path)
     writer.close()
-    run = TinyRun(writer)
-    run.train()
-    run.logger.close()
+    whole_run(writer)
     writer.add_scalar("theirs", 0.0, 5)
     writer.close()
     assert [steps for steps in steps_by_file(tmp_path) if steps] == [[0]]
@@ -88,9 +85,7 @@ def test_a_closed_writer_is_continued_in_a_new_file_and_stays_open(tmp_path: Pat
 def test_events_have_the_time_and_step_of_their_end(tmp_path: Path) -> None:
     records: list[tuple[int, float]] = []
     writer = SummaryWriter(tmp_path)
-    run = TinyRun(writer, alerts=[lambda r: records.append((r.step, r.wall_time)) or ()])
-    run.train(3)
-    run.logger.close()
+    whole_run(writer, 3, alerts=[lambda r: records.append((r.step, r.wall_time)) or ()])
     writer.close()
     [path] = event_files(tmp_path)
     tag = "~run/grad_norm/total"
@@ -119,9 +114,6 @@ def test_no_event_is_lost_if_two_threads_find_the_writer_closed(tmp_path: Path) 
     writer.close()
     for tag in ("count", "theirs"):
         assert all_steps(tmp_path, tag) == list(range(20))
-
-
-# --- no thread waits forever for another ----------------------------------------------------------
 
 
 class OtherFile:
@@ -157,9 +149,7 @@ def test_steps_that_a_failing_writer_refused_are_in_another_file_or_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = OtherFile(OSError("no space left on device"))
-    run = TinyRun(writer_to(tmp_path / "run", full))
-    run.train(3)
-    run.logger.close()
+    whole_run(writer_to(tmp_path / "run", full), 3)
     assert all_steps(tmp_path / "run") == [0, 1, 2]
     again = TinyRun(writer_to(tmp_path / "again", full))
     shutil.rmtree(tmp_path / "again")

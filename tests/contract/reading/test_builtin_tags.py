@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from telemetry import Layout, Module
@@ -26,11 +25,7 @@ def write(
     **data: object,
 ) -> Client:
     layout = layout or layout_of(NAMES)
-    count = len(layout.parameters)
-    write_run(
-        log_dir, layout, steps=[0], norms=lambda _: np.ones(count, np.float32), losses=False,
-        loss_tag=loss_tag, logged=logged,
-    )  # fmt: skip
+    write_run(log_dir, layout, steps=[0], losses=False, loss_tag=loss_tag, logged=logged)
     write_dashboards(log_dir, **data)  # type: ignore[arg-type]
     return Client(open_slow(log_dir), log_dir)
 

@@ -17,6 +17,7 @@ from wandb.proto import wandb_internal_pb2
 from telemetry import HookLogger
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
+from tests.helpers.small_runs import fit
 
 FOR_WANDB = """
 import sys, wandb
@@ -40,12 +41,7 @@ def train(writer: SummaryWriter | Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
     optimizer = torch.optim.Adam(model.parameters())
     with HookLogger(model, writer, every_n_steps=1, alerts=()) as logger:
-        for _ in range(3):
-            loss = model(torch.randn(4, 3, 8, 8)).square().mean()
-            logger.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        fit(logger, 3, lambda step: model(torch.randn(4, 3, 8, 8)).square().mean(), optimizer)
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import telemetry
-from tests.helpers.known_runs import COLUMN, MISSING, alert_at, layout_of, write_newer, write_run
+from tests.helpers.known_runs import (
+    COLUMN,
+    LAYOUT,
+    MISSING,
+    alert_at,
+    layout_of,
+    matrices,
+    norms,
+    write_newer,
+    write_run,
+)
 from tests.helpers.views import OpenView, ReadView
 
-LAYOUT = layout_of(["a", "b.x", "b.y"])
 ONLY_PAGE = pytest.mark.parametrize("view", ["slow", "fast"], indirect=True)
-
-
-def norms(step: int) -> np.ndarray:
-    return np.array([step, step * 10, step * 100], np.float32)
-
-
-def matrices(step: int) -> np.ndarray:
-    return np.full((3, len(COLUMN)), step, np.float32)
 
 
 def test_every_step_and_every_number_is_read_back(tmp_path: Path, view: OpenView) -> None:
@@ -185,11 +186,7 @@ def test_the_time_to_merge_layouts_in_other_orders_grows_as_their_modules(tmp_pa
         names, log_dir = [f"layers.{i}.attention" for i in range(count)], tmp_path / str(count)
         orders = [names, random.Random(0).sample(names, count), names[::-1][: count // 2]]
         for step, order in enumerate(orders):
-            ones = np.ones(len(order), np.float32)
-            write_run(
-                log_dir, layout_of(order), steps=[step],
-                norms=lambda _, ones=ones: ones,
-            )  # fmt: skip
+            write_run(log_dir, layout_of(order), steps=[step])
         return min(repeat(lambda: telemetry.read(log_dir), number=1, repeat=3, timer=process_time))
 
     # 20 times the modules, more with misses of the cache; 400 times if it were quadratic.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import train_mnist
 from telemetry import HookLogger, StepRecord
 from telemetry.layers import PAGE_STATISTICS, STATISTICS, table
+from tests.helpers.applied import Applied
 from tests.helpers.client import OpenClient
 from tests.helpers.loops import load
 from tests.helpers.shell import call, records
@@ -23,22 +25,19 @@ from tests.helpers.twins import Recorder
 STEPS = 3
 
 
-class Transformer(nn.Module):
+def transformer() -> nn.Module:
     """Attention returns two tensors, of which one is used."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.LayerNorm(8)
-        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        self.head = nn.Linear(8, 10)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
+        x = m.norm(x + m.attention(x, x, x)[0])
+        return m.head((x + m.mlp(x)).mean(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        x = self.norm(x + self.attention(x, x, x)[0])
-        logits: Tensor = self.head((x + self.mlp(x)).mean(1))
-        return logits
+    return Applied(
+        forward, embed=nn.Linear(4, 8), attention=nn.MultiheadAttention(8, 2, batch_first=True),
+        norm=nn.LayerNorm(8), mlp=nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)),
+        head=nn.Linear(8, 10),
+    )  # fmt: skip
 
 
 def train(model: nn.Module, batch: Callable[[], Tensor], log_dir: Path) -> list[StepRecord]:
@@ -58,7 +57,7 @@ def train(model: nn.Module, batch: Callable[[], Tensor], log_dir: Path) -> list[
 
 MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = [
     (lambda: train_mnist.build_model("none"), lambda: torch.randn(6, 1, 28, 28)),
-    (Transformer, lambda: torch.randn(6, 5, 4)),
+    (transformer, lambda: torch.randn(6, 5, 4)),
 ]
 
 

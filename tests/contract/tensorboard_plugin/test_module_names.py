@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from telemetry import Alert, HookLogger, Output, StepRecord
+from tests.helpers.applied import Applied
 from tests.helpers.client import OpenClient
+from tests.helpers.known_runs import alert_at
 from tests.helpers.shell import call, records
+from tests.helpers.twins import descend
 
 PUNCTUATION = string.punctuation.replace(".", "")  # PyTorch forbids only a dot
 FORGED = "fc\nCRITICAL:telemetry:all is lost"
@@ -25,42 +28,35 @@ NAMES = [
 ]
 
 
-class Pair(nn.Module):
-    """Module that returns two different tensors."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((4,), float(size)))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * self.weight, -x * self.weight
+def pair(size: int) -> nn.Module:
+    """A module that returns two different tensors."""
+    module = Applied(lambda m, x: (x * m.weight, -x * m.weight))
+    module.weight = nn.Parameter(torch.full((4,), float(size)))
+    return module
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """A module of every name, side by side: no output depends on another's."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({name: Pair(1 + i) for i, name in enumerate(names)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = [part(x) for part in self.parts.values()]
+    def forward(m: Any, x: Tensor) -> Tensor:
+        pairs = [part(x) for part in m.parts.values()]
         return torch.stack([first.tanh() - second.sin() for first, second in pairs])
+
+    parts = {name: pair(1 + place) for place, name in enumerate(NAMES)}
+    return Applied(forward, parts=nn.ModuleDict(parts))
 
 
 def train(
     log_dir: Path, *, steps: int = 3, bad: str | None = None, **options: object
 ) -> HookLogger:
     """Train on ones, so that a module's outputs are its size; one module may become NaN."""
-    model = Net(NAMES)
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with HookLogger(model, log_dir, every_n_steps=2, **options) as logger:  # type: ignore[arg-type]
         for step in range(steps):
             if bad is not None and step == steps - 1:
                 nn.init.constant_(model.parts[bad].weight, torch.nan)
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).square().mean().backward()
-            optimizer.step()
+            descend(model, torch.ones(2, 4), optimizer)
     return logger
 
 
@@ -81,13 +77,10 @@ def test_every_output_of_every_module_is_measured_and_no_rule_can_forge_a_line(
     def rule(record: StepRecord) -> list[Alert]:
         seen.append(record)
         return [
-            Alert(
-                kind="mine", severity="warning", step=0, module_name=name, value=1.0,
-                threshold=0.0, summary=f"{name} is bad",
-            )
+            alert_at(0, name, kind="mine", severity="warning", summary=f"{name} is bad")
             for name in record.activations
             if record.step == 0 and name.isascii()
-        ]  # fmt: skip
+        ]
 
     train(tmp_path / "run", alerts=[rule])
     messages = [record.getMessage() for record in caplog.records]

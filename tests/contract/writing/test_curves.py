@@ -1,7 +1,4 @@
-"""The curves of the whole run: learning rates, times of steps, spreads over the depth.
-
-Learning rates have a point wherever one changes, and are steps. Seconds per step are a mean over
-steps of training, and nothing else. A few curves show the spread of a statistic over the depth."""
+"""The curves of the whole run: learning rates, times of steps, spreads over the depth."""
 
 from __future__ import annotations
 
@@ -17,9 +14,10 @@ from torch import nn
 
 from telemetry import HookLogger
 from tests.helpers.board import Board, open_slow
-from tests.helpers.twins import Recorder
+from tests.helpers.twins import Recorder, descend, loss_of
 
 Points = list[tuple[int, float]]
+INPUTS = torch.ones(4, 2)
 
 
 def train(
@@ -41,14 +39,7 @@ def train(
                 group["lr"].fill_(rate_of(step))
             else:
                 group["lr"] = rate_of(step)
-            step_with(model, optimizer)
-
-
-def step_with(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    model.zero_grad()
-    model(torch.ones(4, 2)).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
+            descend(model, INPUTS, optimizer)
 
 
 def curve(log_dir: Path, group: int = 0) -> Points:
@@ -115,7 +106,7 @@ def test_a_group_that_is_added_later_has_a_separate_curve(tmp_path: Path) -> Non
                 optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.5})
             if step == 15:
                 optimizer.param_groups[1]["lr"] = 0.25
-            step_with(model, optimizer)
+            descend(model, INPUTS, optimizer)
     assert {rate for _, rate in curve(tmp_path)} == {0.1}
     assert curve(tmp_path, group=1) == [(10, 0.5), (14, 0.5), (15, 0.25)]
 
@@ -129,7 +120,7 @@ def test_an_optimizer_that_steps_less_often_has_a_separate_curve(tmp_path: Path)
         for step in range(20):
             if step == 12:
                 rare.param_groups[0]["lr"] = 0.25
-            step_with(model, *([rare] if step % 5 == 2 else []), every)
+            descend(model, INPUTS, *([rare] if step % 5 == 2 else []), every)
     assert {rate for _, rate in curve(tmp_path)} == {0.1}
     assert curve(tmp_path, group=1) == [(2, 0.5), (11, 0.5), (12, 0.25)]
 
@@ -144,7 +135,7 @@ def test_a_schedule_between_two_optimizers_changes_the_rate_of_the_next_step(
     with HookLogger(model, tmp_path, alerts=[recorder], optimizer=second):
         for _ in range(3):
             model.zero_grad()
-            model(torch.ones(4, 2)).square().mean().backward()
+            loss_of(model, INPUTS).backward()
             first.step()
             schedule.step()
             second.step()
@@ -164,8 +155,7 @@ def test_steps_of_an_optimizer_without_a_learning_rate_are_logged(tmp_path: Path
     model = nn.Linear(2, 1)
     optimizer = OwnRate(model.parameters(), {"lr": None})
     with HookLogger(model, tmp_path, alerts=()):
-        for _ in range(3):
-            step_with(model, optimizer)
+        descend(model, INPUTS, optimizer, steps=3)
     norms = Board(open_slow(tmp_path)).scalars()["."]["grad_norm/total"]
     assert [norm > 0 for _, norm in norms] == [True] * 3
 

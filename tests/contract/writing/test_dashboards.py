@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
 from tests.helpers.board import Board, open_slow
-from tests.helpers.tiny_run import TinyRun
+from tests.helpers.known_runs import alert_at
+from tests.helpers.small_runs import fit
+from tests.helpers.tiny_run import TinyRun, whole_run
+from tests.helpers.twins import mlp, run, scaled_loop
 
 
 def train(log_dir: Path, model: nn.Module, *batches: Tensor, **options: Any) -> Board:
@@ -26,12 +30,7 @@ def train(log_dir: Path, model: nn.Module, *batches: Tensor, **options: Any) -> 
     with HookLogger(model, log_dir, **options) as logger:
         with torch.no_grad(), logger.phase("validation"):
             model(batches[0])
-        for batch in batches:
-            loss = model(batch).square().mean()
-            logger.log(loss=loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        fit(logger, len(batches), lambda step: model(batches[step]).square().mean(), optimizer)
     return Board(open_slow(log_dir))
 
 
@@ -63,25 +62,14 @@ def test_a_phase_has_only_activations_under_its_name(
 
 
 def test_scaler_and_clipping_have_curves(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    norms = []
-    with HookLogger(model, tmp_path, every_n_steps=1, alerts=()):
-        for step in range(3):
-            loss = model(torch.ones(4, 2)).square().mean()
-            scaler.scale(loss * (torch.inf if step == 1 else 1)).backward()
-            scaler.unscale_(optimizer)
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    loop = scaled_loop(partial(torch.optim.SGD, lr=0.01), overflow_at=(1,), iterations=3, clip=1e-3)
+    [first, _] = run(mlp, loop, tmp_path).records
     curves = Board(open_slow(tmp_path)).scalars()["."]
     scales = [scale for _, scale in curves["scaler/scale"]]
     assert (scales[0], scales[-1]) == (1024, 512)
     assert curves["scaler/skipped_steps"][-1][1] == 1
     before = [value for _, value in curves["grad_norm/total_before_clipping"]]
-    assert before[0] == pytest.approx(norms[0], rel=1e-4)
+    assert before[0] == pytest.approx(first.total_grad_norm_before_clipping, rel=1e-4)
     assert max(value for _, value in curves["grad_norm/total"][:1]) <= 1.01e-3
     assert {value for _, value in curves["grad_norm/clipped_fraction"][:1]} == {1.0}
 
@@ -105,21 +93,12 @@ def test_each_alert_has_a_separate_tag_and_is_read_back_as_it_was(tmp_path: Path
 
     def rule(record: StepRecord) -> Iterator[Alert]:
         for name in names if record.step == 1 else ():
-            yield Alert(
-                kind="planted",
-                severity="error",
-                step=1,
-                module_name=name,
-                value=float("inf"),
-                threshold=0.0,
-                summary="<img src=x onerror=alert(1)>",
-                advice=("line two \ud800",),
-                stage="escalated",
-            )
+            yield alert_at(
+                1, name, kind="planted", value=float("inf"), stage="escalated",
+                summary="<img src=x onerror=alert(1)>", advice=("line two \ud800",),
+            )  # fmt: skip
 
-    tiny = TinyRun(tmp_path, alerts=[rule])
-    tiny.train(3)
-    tiny.logger.close()
+    tiny = whole_run(tmp_path, 3, alerts=[rule])
     texts = Board(open_slow(tmp_path)).tensors("text")["."]
     assert {"0000.planted.out", "0001.planted"} == {tag.split("/")[-1] for tag in texts}
     for [(step, [text])] in texts.values():
@@ -133,30 +112,7 @@ def test_each_alert_has_a_separate_tag_and_is_read_back_as_it_was(tmp_path: Path
     assert [alert.advice for alert in read] == [(r"line two \ud800",)] * 2
 
 
-# --- what the page reads -------------------------------------------------------------------------
-
-
-def test_a_change_of_the_model_keeps_the_steps_before_it(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()):
-        for step in range(4):
-            if step == 2:
-                model.append(nn.Linear(2, 2))
-                optimizer.add_param_group({"params": model[1].parameters()})
-            model(torch.ones(3, 2)).square().mean().backward()
-            optimizer.step()
-    layers = telemetry.read(tmp_path).layers
-    norms = layers[layers.statistic == "grad_norm"]
-    assert norms[norms.module_name == "0"].step.tolist() == [0, 1, 2, 3]
-    assert norms[norms.module_name == "1"].step.tolist() == [2, 3]
-
-
-# --- settings of dashboards ----------------------------------------------------------------------
-
-
 def test_hyperparameters_of_all_types_are_shown(tmp_path: Path) -> None:
-    """None and lists become texts."""
     given = {"lr": 0.1, "layers": 3, "norm": True, "optimizer": "sgd"}
     others = {"resume": None, "betas": (0.9, 0.99), "widths": [32, 16]}
     texts = {"resume": "None", "betas": "(0.9, 0.99)", "widths": "[32, 16]"}

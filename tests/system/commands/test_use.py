@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from telemetry import HookLogger
 from telemetry.version import __version__
-from tests.helpers.captured import fit, rate_of
 from tests.helpers.known_runs import alert_at, layout_of, write_dashboards, write_run
 from tests.helpers.shell import call, lines, parsed, records, table
+from tests.helpers.small_runs import fit, rate_of
 
 CLI = [sys.executable, "-m", "telemetry.commands.cli"]
 STRANGE = ["a b", "注意力", "[red]x", "=1+1", "x" * 300, "new\nline", "\x1b[2J", "-rf", '"', "½"]

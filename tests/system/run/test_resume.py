@@ -77,7 +77,9 @@ def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
 
 
 # In the list of an alert's fields.
-STEP, STAGE = map([*Alert.__dataclass_fields__].index, ("step", "stage"))
+STEP, STAGE, KIND, LAYER = map(
+    [*Alert.__dataclass_fields__].index, ("step", "stage", "kind", "module_name")
+)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +89,17 @@ def test_a_resumed_run_raises_the_alerts_of_an_uninterrupted_run(
     alerts: tuple[dict[str, Any], dict[str, Any]], name: str, step: int
 ) -> None:
     whole, resumed = alerts
-    assert bool(whole[name]) == (name != "healthy")
     after = [alert for alert in whole[name] if alert[STEP] >= step]
     assert resumed[f"{name} {step} True"] == after
     assert name != "healthy" or resumed[f"healthy {step} False"] == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_alerts_are_of_the_fault_and_its_layer_alone(
+    alerts: tuple[dict[str, Any], dict[str, Any]], name: str
+) -> None:
+    started = [alert for alert in alerts[0][name] if alert[STAGE] == "started"]
+    assert {alert[KIND]: alert[LAYER] for alert in started} == RUNS[name].alerts
 
 
 def test_alerts_of_the_runs_escalate_and_resolve(

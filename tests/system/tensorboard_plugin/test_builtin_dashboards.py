@@ -1,4 +1,4 @@
-"""TensorBoard's own dashboards show our tags, in Chromium, with both loaders."""
+"""TensorBoard's own dashboards show our tags, in Chromium."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 from telemetry import HookLogger
 from tests.helpers.browser import PATIENCE_S, TelemetryPage
 from tests.helpers.loops import batches, fault_at, finish, small_cnn
-
-pytestmark = pytest.mark.parametrize("loader", ["slow", "fast"], indirect=True, scope="module")
 
 
 def write(logdir: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import Alert, HookLogger, Rule, StepRecord
-from tests.helpers.browser import pixel_at, pixels_of
+from tests.helpers.browser import DARKEST, LIGHTEST, pixel_at, pixels_of
 from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
 from tests.helpers.loops import fault_at, mlp, train
 from tests.helpers.shell import run
@@ -107,7 +107,7 @@ def test_the_report_opens_from_disk(report: Path, open_report: OpenReport) -> No
     page = open_report(report, "#p.telemetry.layer=.high&p.telemetry.step=10")
     assert "demo" in page.locator(".report-title").inner_text()
     rows = [pixel_at(page, (i + 0.5) / 3, 0.1) for i in range(3)]
-    assert (rows[0], rows[2]) == ("#440154", "#fde725")
+    assert (rows[0], rows[2]) == (DARKEST, LIGHTEST)
     detail = page.locator(".detail[data-loaded=true]")
     detail.wait_for()
     assert "Histogram over time" in detail.inner_text()

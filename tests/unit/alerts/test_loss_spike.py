@@ -14,12 +14,11 @@ from torch.optim import Adam
 from telemetry import Alert, HookLogger
 from telemetry.testing import alerts_of
 from tests.helpers.board import open_slow
-from tests.helpers.captured import captured, classify, drawn, fit, rate_of
 from tests.helpers.client import Client
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.shell import records
-from tests.helpers.small_runs import net, train
+from tests.helpers.small_runs import captured, classify, drawn, fit, net, rate_of, train
 
 
 def rates(high: dict[int, float], usual: float = 3e-3) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from torch.optim import SGD, Adam, Optimizer
 from telemetry import Alert
 from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
-from tests.helpers.captured import at_step, classify, fit
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import train
+from tests.helpers.small_runs import at_step, classify, fit, train
 
 
 def vanished(model: nn.Module, steps: int = 60, **more: Any) -> list[Alert]:
@@ -302,3 +301,16 @@ def test_a_layer_that_gets_zeros_from_a_function_has_dead_inputs(scale: float, e
     assert [(alert.module_name, alert.severity) for alert in alerts] == (
         [] if scale else [("basis", "warning")]
     )
+
+
+@pytest.mark.parametrize(("clears_from", "expected"), [(0, []), (50, ["2"])])
+def test_only_weights_that_had_a_gradient_before_lack_it(
+    clears_from: int, expected: list[str]
+) -> None:
+    """Some layers get zeros on purpose, from the first step on."""
+    step, hidden = iter(range(105)), nn.Linear(16, 16, bias=False)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), hidden, nn.Tanh(), nn.Linear(16, 3))
+    hidden.weight.register_hook(lambda grad: grad * (next(step) < clears_from))
+    alerts = train(rule("dead_units"), 105, model=model)
+    assert [alert.module_name for alert in alerts] == expected
+    assert all("exactly 0" in alert.summary for alert in alerts)

@@ -16,10 +16,9 @@ from torch.optim import SGD, Adam
 from telemetry import Alert
 from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
-from tests.helpers.captured import at_step, captured, classify, drawn
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import Batch, draw, net, train
+from tests.helpers.small_runs import Batch, at_step, captured, classify, draw, drawn, net, train
 
 ANYWHERE = "It began in the inputs, the targets, the loss or a function"
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
-from tests.helpers.captured import at_step, captured, classify, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import draw, net, train
+from tests.helpers.small_runs import at_step, captured, classify, draw, net, toward, train
 
 
 def mlp(outputs: int, *end: nn.Module, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:

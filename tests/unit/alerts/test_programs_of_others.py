@@ -15,8 +15,8 @@ import telemetry
 from telemetry import Alert, HookLogger
 from telemetry.interventions import zero_gradients
 from telemetry.testing import alerts_of, capture_run
-from tests.helpers.captured import Before, at_step, captured
 from tests.helpers.scripted import record
+from tests.helpers.small_runs import Before, at_step, captured
 
 
 def loud(alerts: list[Alert]) -> list[str]:

@@ -22,10 +22,10 @@ def test_verdicts_on_a_recorded_run_stay(name: str) -> None:
 
 @pytest.mark.parametrize("norms_every", [1, 8])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_machine_under_load_finds_the_same_kinds(name: str, norms_every: int) -> None:
+def test_a_machine_under_load_finds_the_same_kinds_and_layers(name: str, norms_every: int) -> None:
     loaded = replay.Machine(norms_every=norms_every, seed=1)
     [(_, alerts, *_)] = replay.replayed(RUNS[name], [10], loaded)
-    found = {alert["kind"] for alert in alerts if alert["severity"] != "note"}
+    found = {(a["kind"], a["module_name"]) for a in alerts if a["severity"] != "note"}
     assert found == {
-        kind for kind, *_, severity, _, _, _ in KNOWN[name]["10"] if severity != "note"
+        (kind, layer) for kind, _, layer, severity, *_ in KNOWN[name]["10"] if severity != "note"
     }

@@ -1,72 +1,34 @@
-"""Each rule reports its fault in a small real run, and nothing in the run without the fault."""
+"""Healthy runs on images of digits, with the layers that rules could take for a fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from telemetry import Alert, HookLogger
+from telemetry import Alert
 from tests.helpers.applied import Applied
-from tests.helpers.captured import at_step
+from tests.helpers.interrupted_runs import Run, digits
+from tests.helpers.small_runs import captured
 
-Train = Callable[..., list[Alert]]
-
-
-def mlp(
-    depth: int = 4, activation: type[nn.Module] = nn.ReLU, gain: float = 2**0.5, bias: float = 0.0
-) -> nn.Sequential:
-    """Return a network of layers of 48 units; ``bias`` is that of the second one."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for width_in in [64] + [48] * (depth - 1):
-        linear = nn.Linear(width_in, 48)
-        nn.init.normal_(linear.weight, std=gain / width_in**0.5)
-        nn.init.constant_(linear.bias, bias if len(layers) == 2 else 0.0)
-        layers += [linear, activation()]
-    return nn.Sequential(*layers, nn.Linear(48, 10))
+IMAGES, LABELS = digits()
 
 
-@pytest.fixture(scope="module")
-def digits() -> tuple[Tensor, Tensor]:
-    data = load_digits()
-    return torch.from_numpy(data.data).float() / 16, torch.from_numpy(data.target)
+def train(
+    model: nn.Module, *, steps: int = 120, lr: float = 0.05, unit: float = 1.0
+) -> list[Alert]:
+    """Return the alerts of all rules on a classifier; its loss is in this unit."""
 
+    def loss_of(step: int) -> Tensor:
+        batch = torch.randint(0, len(IMAGES), (32,))
+        return unit * F.cross_entropy(model(IMAGES[batch]), LABELS[batch])
 
-@pytest.fixture
-def train(digits: tuple[Tensor, Tensor], tmp_path: Path) -> Train:
-    def train(
-        model: nn.Module,
-        *,
-        steps: int = 120,
-        lr: float = 0.05,
-        before: Callable[[int], None] = lambda step: None,
-        weigh: Callable[[int], float] = lambda step: 1.0,
-    ) -> list[Alert]:
-        """Return the alerts that started; a flush after each step makes runs repeatable."""
-        images, labels = digits
-        optimizer = SGD(model.parameters(), lr, 0.9)
-        torch.manual_seed(1)
-        with HookLogger(model, tmp_path, every_n_steps=10, measure="!images") as logger:
-            for step in range(steps):
-                before(step)
-                batch = torch.randint(0, len(images), (32,))
-                loss = F.cross_entropy(model(images[batch]), labels[batch]) * weigh(step)
-                logger.log(loss=loss)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                logger.flush()
-            return [alert for alert in logger.alerts if alert.stage == "started"]
-
-    return train
+    optimizer = SGD(model.parameters(), lr / unit, 0.9)
+    return captured(model, steps, rules=None, loss_of=loss_of, optimizer=optimizer).alerts
 
 
 @pytest.mark.slow
@@ -75,10 +37,9 @@ def train(digits: tuple[Tensor, Tensor], tmp_path: Path) -> Train:
     ("activation", "gain"), [(nn.ReLU, 2**0.5), (nn.Tanh, 1.0), (nn.GELU, 2**0.5)]
 )
 def test_a_healthy_run_raises_no_alert_in_any_unit(
-    train: Train, activation: type[nn.Module], gain: float, unit: float
+    activation: type[nn.Module], gain: float, unit: float
 ) -> None:
-    model = mlp(activation=activation, gain=gain)
-    assert train(model, lr=0.05 / unit, weigh=lambda step: unit) == []
+    assert train(Run(activation=activation, gain=gain).model(), unit=unit) == []
 
 
 def squeeze_and_excite(*, as_convolutions: bool, stride: int) -> nn.Module:
@@ -103,13 +64,13 @@ def squeeze_and_excite(*, as_convolutions: bool, stride: int) -> nn.Module:
 @pytest.mark.parametrize("stride", [1, 8])  # maps of 6 x 6 pixels, and of one
 @pytest.mark.parametrize("as_convolutions", [True, False])
 def test_gates_that_are_open_or_closed_are_not_saturated(
-    train: Train, as_convolutions: bool, stride: int
+    as_convolutions: bool, stride: int
 ) -> None:
     assert train(squeeze_and_excite(as_convolutions=as_convolutions, stride=stride), steps=40) == []
 
 
 @pytest.mark.slow
-def test_layers_before_a_recurrent_one_are_not_saturated(train: Train) -> None:
+def test_layers_before_a_recurrent_one_are_not_saturated() -> None:
     """Residual layers before an LSTM, whose outputs are bounded for any input, may be large."""
 
     def apply(self: Any, x: Tensor) -> Any:
@@ -137,62 +98,6 @@ def after_pooling() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "kinds"),
-    [
-        (mlp(4, nn.Tanh, gain=60.0), {}, {"saturated_units"}),
-        (after_pooling(), {}, {"saturated_units"}),
-        (mlp(), {"lr": 3.0}, {"loss_divergence", "dead_units"}),
-        (mlp(), {"lr": 10.0}, {"loss_divergence", "dead_units"}),
-        (mlp(), {"lr": 30.0}, {"loss_divergence", "dead_units"}),
-    ],
-)
-def test_the_fault_is_the_first_alert(
-    train: Train, model: nn.Module, settings: dict[str, Any], kinds: set[str]
-) -> None:
-    assert train(model, steps=40, **settings)[0].kind in kinds
-
-
-LINEAR = {str(place) for place in range(0, 33, 2)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "settings", "kind", "modules", "latest"),
-    [
-        (mlp(16, gain=4.0), {"lr": 1e-4, "steps": 30}, "exploding_gradient", LINEAR, 2),
-        (mlp(12, nn.Sigmoid, gain=1.0), {}, "vanishing_gradient", {"0", "2", "4"}, 120),
-        (mlp(bias=-50.0), {}, "dead_units", {"2", "3"}, 120),
-        (mlp(), {"lr": 1e-9, "steps": 160}, "no_learning", {None}, 160),
-    ],
-)
-def test_the_fault_is_the_only_alert(
-    train: Train,
-    model: nn.Module,
-    settings: dict[str, Any],
-    kind: str,
-    modules: set[str | None],
-    latest: int,
-) -> None:
-    [alert] = train(model, **settings)
-    assert alert.kind == kind
-    assert alert.module_name in modules
-    assert alert.step <= latest
-    assert alert.advice
-    assert alert.severity != "note"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
-def test_weights_that_grow_during_training_explode(
-    train: Train, activation: type[nn.Module]
-) -> None:
-    model = mlp(activation=activation)
-    grow = at_step(60, lambda: model[4].weight.data.mul_(500))
-    alerts = train(model, steps=75, before=grow)
-    jumps = [alert for alert in alerts if alert.kind == "weight_jump"]
-    assert {alert.module_name for alert in jumps} <= {"4"}
-    first = next(alert for alert in alerts if alert not in jumps)
-    assert first.kind == "exploding_gradient"
-    assert first.step <= 63
-    assert first.module_name in {"4", "5"}
+def test_a_closed_layer_after_pooling_is_saturated() -> None:
+    alert, *_ = train(after_pooling(), steps=40)
+    assert (alert.kind, alert.observed_in or alert.module_name) == ("saturated_units", "6")

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adam
 
 from telemetry.testing import CapturedRun, capture_run
 from tests.helpers.applied import Applied
-from tests.helpers.captured import captured, toward
 from tests.helpers.rules import rule
+from tests.helpers.small_runs import captured, toward
 
 
 def blocks(gain: float = 1.0, lets_through: Callable[[Tensor], Tensor] = torch.clone) -> Any:

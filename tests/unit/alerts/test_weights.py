@@ -16,10 +16,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from telemetry import Alert, StepRecord
 from telemetry.testing import alerts_of
-from tests.helpers.captured import at_step, captured, classify, rate_of, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import draw, net, train
+from tests.helpers.small_runs import at_step, captured, classify, draw, net, rate_of, toward, train
 
 Change = Callable[[nn.Sequential, Optimizer], object]
 
@@ -48,6 +47,13 @@ def test_a_matrix_that_was_overwritten_outside_the_optimizer_is_named(
     assert (alert.severity, alert.module_name, alert.step) == (severity, "3", expected)
     assert alert.value == pytest.approx(factor, rel=0.02)
     assert before in figures(alert.summary)
+
+
+@pytest.mark.slow
+def test_a_matrix_that_was_set_to_zero_is_a_note() -> None:
+    (alert,) = changed(times(0, 3), at=100)
+    assert (alert.severity, alert.module_name, alert.step, alert.value) == ("note", "3", 100, 0)
+    assert "0, unlike at step 90" in alert.summary
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import telemetry
 from telemetry import HookLogger, Module
-from telemetry.testing import capture_run
 from tests.helpers import shell
+from tests.helpers.small_runs import fit
+from tests.helpers.twins import one_step
 
 HERE = Path(__file__).relative_to(Path.cwd()).as_posix()
 
@@ -35,12 +36,8 @@ LINEAR = f"torch/nn/modules/linear.py:{nn.Linear.forward.__code__.co_firstlineno
 
 
 def modules_of(model: nn.Module) -> dict[str, Module]:
-    """Return the modules of a step's layout by name."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture_run(model, rules=()) as run:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    return {module.name: module for module in run.records[0].layout.modules}
+    record = one_step(model, torch.ones(1, 4))
+    return {module.name: module for module in record.layout.modules}
 
 
 def test_a_layer_of_torch_has_its_own_line_and_the_nearest_user_code() -> None:
@@ -119,7 +116,7 @@ def test_compiled_models_have_a_location_and_traced_models_have_none() -> None:
 
 
 def test_alert_explanation_and_table_name_the_line_of_a_nan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("nets.py").write_text(
@@ -132,19 +129,13 @@ def test_alert_explanation_and_table_name_the_line_of_a_nan(
 
     monkeypatch.delitem(sys.modules, "nets")
     model = nets.Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with HookLogger(model, "run") as logger:
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 4)).sum()
-            logger.log(loss=loss)
-            loss.backward()
-            optimizer.step()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fit(logger, 3, lambda step: model(torch.ones(2, 4)).sum(), optimizer)
     run = telemetry.read("run")
     user_code = dict(zip(run.modules["module_name"], run.modules["user_code"], strict=True))["fc"]
     assert user_code == "nets.py:9 (Net.forward)"
     alert = next(alert for alert in run.alerts if alert.module_name == "fc")
     assert str(alert.location) == user_code
     assert f"Code: {user_code}" in alert.message.splitlines()
-    assert shell.run("explain", "run") == 0
-    assert user_code in capsys.readouterr().out
+    assert user_code in "".join(shell.lines("explain", "run"))

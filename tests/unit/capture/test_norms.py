@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry.capture.parameters import Updates, take_norms
+from tests.helpers.launches import Launches
 
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = st.lists(st.sampled_from([0, 1, 3, 64, 1000, 1024, 1025, 5000]), max_size=12)
@@ -87,27 +86,15 @@ def test_an_update_is_compared_with_its_own_parameter() -> None:
     assert ratios[5] == pytest.approx(0.6, rel=2**-7)  # of bfloat16
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations that make new tensors."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("device", ["accelerator"], indirect=True)
 def test_updates_of_many_parameters_take_few_operations() -> None:
     parameters = [torch.ones(40_000 * (1 + n % 2) if n % 3 else 10) for n in range(60)]
-    with Operations() as operations:
+    with Launches() as launches:
         updates = Updates(list(enumerate(parameters)))
         updates.compare()
     # Copies of small ones and samples before and after, and their differences; four of norms each.
-    assert operations.count <= 6 + 2 * 4
+    assert launches.total <= 6 + 2 * 4
 
 
 def test_the_update_of_a_parameter_that_becomes_another_size_is_unknown() -> None:

@@ -25,7 +25,6 @@ class Network(nn.Module):
 
 
 def record_of(model: nn.Module, x: Tensor | None = None, **options: Any) -> StepRecord:
-    """Return the record of one step."""
     torch.manual_seed(0)
     optimizer = SGD(model.parameters(), 0.1)
     with capture_run(model, rules=(), **options) as run:
@@ -33,9 +32,6 @@ def record_of(model: nn.Module, x: Tensor | None = None, **options: Any) -> Step
         (result if isinstance(result, Tensor) else sum(result)).square().sum().backward()
         optimizer.step()
     return run.records[0]
-
-
-# --- containers ----------------------------------------------------------------------------------
 
 
 def wrapped(tensor: Tensor, containers: int) -> Any:
@@ -66,9 +62,6 @@ def test_tensors_are_found_up_to_eight_containers_deep(
     model.part = Part()
     names = [str(output) for output in record_of(model).outputs]
     assert len([name for name in names if name.startswith("part")]) == count
-
-
-# --- functions that a model ends with -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,9 +128,6 @@ def test_the_function_of_a_pipeline_stage_is_not_recorded() -> None:
     assert [*run.records[0].activations] == ["linear"]
 
 
-# --- units ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("first", "shape"),
     [
@@ -151,9 +141,6 @@ def test_an_activation_has_the_units_of_the_layer_before_it(
 ) -> None:
     model = nn.Sequential(first, nn.ReLU(), nn.Tanh())
     assert record_of(model, torch.rand(shape)).activations.rows.unit_count.tolist() == [5, 5, 5]
-
-
-# --- evaluation mode ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import telemetry
 from telemetry import HookLogger
 from tests.helpers.hand import TwoParts
-from tests.helpers.twins import Recorder, assert_left_alone
+from tests.helpers.twins import Recorder, assert_left_alone, descend
 
 
 @contextmanager
@@ -63,22 +63,23 @@ def test_light_steps_make_no_calls_per_module(tmp_path: Path) -> None:
     assert most_of_many < max(most + 50, 200)
 
 
-def calls_to_attach(groups: int, log_dir: Path) -> int:
+def calls_to_attach(groups: int, log_dir: Path, modules: Any) -> int:
     """Count the calls that create a logger of a model with ``100 * groups`` modules."""
     model = nn.Sequential(*[nn.Sequential(*[nn.ReLU() for _ in range(99)]) for _ in range(groups)])
     model.append(nn.Linear(1, 1))
     with counting_calls() as calls:
-        logger = HookLogger(model, log_dir)
+        logger = HookLogger(model, log_dir, modules=modules)
         count = calls()
     logger.close()
     return count
 
 
 @pytest.mark.slow
-def test_calls_to_attach_grow_linearly_with_the_modules(tmp_path: Path) -> None:
-    calls_to_attach(1, tmp_path / "warm-up")
-    small = calls_to_attach(10, tmp_path / "small")
-    large = calls_to_attach(100, tmp_path / "large")
+@pytest.mark.parametrize("modules", [None, ["*.1", "!*.0"]])
+def test_calls_to_attach_grow_linearly_with_the_modules(tmp_path: Path, modules: Any) -> None:
+    calls_to_attach(1, tmp_path / "warm-up", modules)
+    small = calls_to_attach(10, tmp_path / "small", modules)
+    large = calls_to_attach(100, tmp_path / "large", modules)
     assert large < 11 * small
     assert large < 250 * 10_000
 
@@ -121,9 +122,7 @@ def test_memory_held_between_steps_does_not_grow(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def blocks_after(steps: int) -> int:
-        for _ in range(steps):
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
+        descend(model, torch.ones(2, 8), optimizer, steps=steps)
         logger.flush()
         gc.collect()
         return sys.getallocatedblocks()
@@ -134,13 +133,11 @@ def test_memory_held_between_steps_does_not_grow(tmp_path: Path) -> None:
         assert blocks_after(200) - before < 10 * 200
 
 
-# --- times and memory in records: tests/mechanisms/test_loop_clock.py has exact times -------------
-
-
 @pytest.mark.parametrize("called", [True, False])
 def test_waits_of_a_loader_and_memory_that_the_loop_keeps_are_found(
     tmp_path: Path, called: bool
 ) -> None:
+    """``mechanisms/test_loop_clock.py`` has exact times."""
     model, recorder, kept = nn.Linear(4, 4), Recorder(), list[Tensor]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if sys.platform == "linux":  # memory that earlier tests have freed is not taken again unseen

@@ -15,7 +15,7 @@ from telemetry import HookLogger
 from telemetry.testing import capture_run
 from tests.helpers.hand import array, assert_tensor
 from tests.helpers.require import require
-from tests.helpers.twins import Outcome, assert_left_alone
+from tests.helpers.twins import Outcome, assert_left_alone, descend
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -131,10 +131,7 @@ def test_each_of_two_optimizers_has_its_second_moments() -> None:
     adam = torch.optim.Adam(model[0].parameters())
     sgd = torch.optim.SGD(model[2].parameters(), lr=0.1)
     with capture_run(model, rules=()) as run:
-        for _ in range(2):
-            model(torch.ones(6, 3)).square().mean().backward()
-            adam.step()
-            sgd.step()
+        descend(model, torch.ones(6, 3), adam, sgd, steps=2)
     for record in run.records:
         assert list(record.second_moments) == ["0.weight", "0.bias"]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from torch.optim import AdamW, Optimizer
 
 from telemetry import HookLogger
 from telemetry.testing import capture_run
-from tests.helpers.hand import TwoParts, array, assert_tensor
-from tests.helpers.twins import Recorder, seed
+from tests.helpers.hand import TwoParts, assert_logged, by_hand
+from tests.helpers.twins import Loop, assert_left_alone, descend
 
 BATCHES = 14
 
@@ -33,57 +32,56 @@ SCHEDULES: dict[str, list[tuple[str, int, int]]] = {
 }
 
 
-def by_plain_hooks(
-    name: str, log_dir: Path, optimizer: str | None = None
-) -> tuple[list[Any], list[list[np.ndarray]], list[dict[str, float]], list[int]]:
-    """Return the records; for each batch an output, the gradients used, and the step after it."""
-    seed(0)
-    model, recorder = TwoParts(), Recorder()
-    of = {p: torch.optim.SGD(model.get_submodule(p).parameters(), 0.1) for p, *_ in SCHEDULES[name]}
-    outputs: list[list[np.ndarray]] = []
-    model.first.register_forward_hook(lambda m, a, output: outputs.append([array(output)]))
-    used: list[dict[str, float]] = [{} for _ in range(BATCHES + 1)]
-    steps, after = [], 0
-    options: Any = {} if optimizer is None else {"optimizer": of[optimizer]}
-    with HookLogger(model, log_dir, alerts=[recorder], every_n_steps=1, **options) as logger:
+def training_by(name: str, seen: list[int]) -> Loop:
+    """Return a loop that yields when a step is over, and notes the logger's step after a batch."""
+    schedule = SCHEDULES[name]
+    ends = [place for place, (_, every, _) in enumerate(schedule) if every == 1][-1]
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        parts = [model.get_submodule(part) for part, *_ in schedule]
+        optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in parts]
         for batch in range(BATCHES):
             model(torch.randn(3, 4)).square().mean().backward()
-            ended = False
-            for part, every, at in SCHEDULES[name]:
+            for place, (_, every, at) in enumerate(schedule):
                 if batch % every == at:
-                    # A part that steps after the one that steps always belongs to the next step.
-                    late = every > 1 and ended and batch > after
-                    for own, parameter in model.named_parameters():
-                        if own.startswith(part):
-                            assert parameter.grad is not None
-                            used[batch + late][own] = float(parameter.grad.norm())
-                    of[part].step()
-                    of[part].zero_grad()
-                ended = ended or every == 1
-            steps.append(logger.current_step)
-    return recorder.records, outputs, used, steps
+                    optimizers[place].step()
+                    optimizers[place].zero_grad()
+                # Later optimizers belong to the next step, but for the first, which stays open.
+                if place == ends and batch:
+                    yield
+            if not batch:
+                yield
+            if logger is not None:
+                seen.append(logger.current_step)
+
+    return loop
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_holds_its_batch_and_the_gradients_that_were_used(tmp_path: Path, name: str) -> None:
-    records, outputs, used, steps = by_plain_hooks(name, tmp_path)
+    seen: list[int] = []
+    records = assert_left_alone(TwoParts, training_by(name, seen), tmp_path).records
     # Only later batches show that the second optimizer does not step at each.
     settled = 5 if name == "the rare one last, in the first batch" else 0
     assert [record.step for record in records] == list(range(BATCHES))
     first = max(settled, 1)  # in the first batch there may be gradients for another optimizer
-    assert steps[first:] == list(range(first + 1, BATCHES + 1))
-    for record in records[settled:]:
-        assert_tensor(record.activations["first"], outputs[record.step])
-        norms = zip(record.layout.parameters, record.grad_norms, record.grad_present, strict=True)
-        found = {parameter.name: norm for parameter, norm, present in norms if present}
-        assert found == pytest.approx(used[record.step])
+    assert seen[first:] == list(range(first + 1, BATCHES + 1))
+    steps = by_hand(TwoParts, training_by(name, []))
+    for record, step in zip(records[settled:], steps[settled:], strict=True):
+        assert_logged(record, step)
 
 
-def test_the_optimizer_that_is_named_ends_the_steps(tmp_path: Path) -> None:
-    records, _, _, steps = by_plain_hooks("the rare one last", tmp_path, optimizer="second")
-    assert [record.step for record in records] == [0, 1, 2]
-    assert steps == [batch // 4 for batch in range(1, BATCHES + 1)]
+def test_the_optimizer_that_is_named_ends_the_steps() -> None:
+    model = TwoParts()
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in model.children())
+    ends = []
+    with capture_run(model, rules=(), optimizer=second) as run:
+        for batch in range(BATCHES):
+            descend(model, torch.randn(3, 4), *([first, second] if batch % 4 == 3 else [first]))
+            ends.append(len(run.records))
+    assert [record.step for record in run.records] == [0, 1, 2]
+    assert ends == [batch // 4 for batch in range(1, BATCHES + 1)]
 
 
 def test_each_parameter_has_the_rate_of_its_group() -> None:
@@ -93,10 +91,7 @@ def test_each_parameter_has_the_rate_of_its_group() -> None:
     model.second.weight.requires_grad_(False)
     second = torch.optim.SGD([model.second.bias], 0.2)
     with capture_run(model, rules=()) as run:
-        for _ in range(3):
-            model(torch.randn(3, 4)).square().mean().backward()
-            first.step()
-            second.step()
+        descend(model, torch.randn(3, 4), first, second, steps=3)
     for record in run.records[1:]:
         assert record.learning_rates == (0.1, 0.3, 0.2)
         names = [parameter.name for parameter in record.layout.parameters]
@@ -199,9 +194,7 @@ def test_a_named_inner_optimizer_counts_the_steps_of_its_wrapper() -> None:
     base = adam(model)
     optimizer = AheadOptimizer(base)
     with capture_run(model, rules=(), optimizer=base, every_n_steps=3) as run:
-        for _ in range(4):
-            model(torch.ones(3, 4)).square().mean().backward()
-            optimizer.step()
+        descend(model, torch.ones(3, 4), optimizer, steps=4)
     assert [record.step for record in run.records] == [0, 1, 2, 3]
     assert [len(record.update_ratios) for record in run.records] == [4, 0, 0, 4]
 
@@ -227,8 +220,6 @@ def test_a_wrapper_that_is_not_an_optimizer_is_reported_once(
         model = TwoParts()
         optimizer: Any = Ahead(adam(model)) if wrapped else adam(model)
         with HookLogger(model, tmp_path / str(wrapped), alerts=(), every_n_steps=2):
-            for _ in range(6):
-                model(torch.ones(3, 4)).square().mean().backward()
-                optimizer.step()
+            descend(model, torch.ones(3, 4), optimizer, steps=6)
         messages = [r for r in caplog.records if "AdamW.step() alone" in r.getMessage()]
         assert len(messages) == wrapped

@@ -173,7 +173,6 @@ def sweep(tmp_path: Path) -> Path:
         losses = {0: 1.0, 1: rate, 2: np.nan if rate == 3 else 2 * (rate or 0)}
         write_run(
             log_dir, layout_of(["fc"]), steps=range(number), losses=False,
-            norms=lambda _: np.ones(1, np.float32),
             alerts=[alert_at(2, "fc")] if rate == 3 else [],
             time_of=lambda step, number=number: 1.7e9 + 100 * number + step,
             hparams=None if rate is None else {"lr": rate, "seed": 5, "status": "x"},

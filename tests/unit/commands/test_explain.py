@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from telemetry import Alert, HookLogger, StepRecord
+from tests.helpers.known_runs import alert_at
 from tests.helpers.shell import lines
 
 
@@ -39,9 +40,9 @@ def fly(
     model = Blocks(modules)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
-    alert = Alert(
-        kind="nonfinite", severity="error", step=30, module_name=f"block.{culprit}", value=7.0,
-        threshold=0.0, summary="7 of 8 elements are NaN", advice=("Check the batch",),
+    alert = alert_at(
+        30, f"block.{culprit}", kind="nonfinite", summary="7 of 8 elements are NaN",
+        advice=("Check the batch",),
     )  # fmt: skip
 
     def rule(record: StepRecord) -> list[Alert]:

@@ -28,6 +28,7 @@ from telemetry.layers.units import (
 )
 from telemetry.records.rows import NO_VALUES, Rows
 from tests.helpers.known_runs import layout_of, write_run
+from tests.helpers.twins import descend
 
 Extremes = NDArray[np.float32]
 
@@ -153,12 +154,8 @@ class Model(nn.Sequential):
 def train(folder: Path, *, every_n_steps: int, **options: str) -> None:
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with HookLogger(model, folder, every_n_steps=every_n_steps, alerts=(), **options):
-        for _ in range(25):
-            optimizer.zero_grad()
-            model(torch.randn(32, 4)).square().mean().backward()
-            optimizer.step()
+        descend(model, torch.randn(32, 4), steps=25)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +187,7 @@ def test_a_run_shows_dead_and_saturated_units(tmp_path: Path) -> None:
 def test_damaged_units_are_reported_and_the_others_are_read(tmp_path: Path) -> None:
     extremes = np.array([[0, 1]], np.float32)
     write_run(
-        tmp_path, layout_of(["1"]), steps=range(4), norms=lambda step: np.ones(1, np.float32),
+        tmp_path, layout_of(["1"]), steps=range(4),
         units=lambda step: extremes if step < 3 else b"\xff" * 9,
     )  # fmt: skip
     run = telemetry.read(tmp_path)

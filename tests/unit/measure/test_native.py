@@ -63,9 +63,6 @@ def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
     np.testing.assert_array_equal(record.sketch.counts, expected.counts)
 
 
-# --- instructions --------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not native.available, reason=native.native)
 def test_the_fastest_instructions_that_the_processor_has_are_used() -> None:
     cpus = Path("/proc/cpuinfo")
@@ -75,9 +72,6 @@ def test_the_fastest_instructions_that_the_processor_has_are_used() -> None:
     assert native.native.endswith(f"({_native.instructions()[-1]})")
     with pytest.raises(ValueError, match="has no instructions 'AVX3'"):
         _native.use_instructions("AVX3")
-
-
-# --- values --------------------------------------------------------------------------------------
 
 
 @needs_extension
@@ -153,9 +147,6 @@ def test_unaligned_numbers_are_read() -> None:
     assert_exact(measure(tensor), x)
 
 
-# --- units ---------------------------------------------------------------------------------------
-
-
 @needs_extension
 @given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 40), st.integers(0, 5))
 def test_extremes_of_units_equal_those_of_numpy(
@@ -168,9 +159,6 @@ def test_extremes_of_units_equal_those_of_numpy(
     np.testing.assert_array_equal(record.unit_min, expected.min(axis=(0, 2)))
     np.testing.assert_array_equal(record.unit_max, expected.max(axis=(0, 2)))
     assert_moments_close(record.sketch, sketch_array(x), rtol=1e-12)
-
-
-# --- norms ---------------------------------------------------------------------------------------
 
 
 @needs_extension
@@ -187,9 +175,6 @@ def test_one_call_computes_the_norms_of_many_tensors() -> None:
         assert native.squared_norms([tensor]) == [np.inf]
         tensor[index - 1] = float("nan")
         assert np.isnan(native.squared_norms([tensor])[0])
-
-
-# --- calls ---------------------------------------------------------------------------------------
 
 
 @needs_extension
@@ -210,9 +195,6 @@ def test_inconsistent_sizes_are_refused() -> None:
             _native.squared_norms(*lists)
     with pytest.raises(TypeError):
         _native.squared_norms(["a"], [6], b"f")  # type: ignore[list-item]
-
-
-# --- memory --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -297,9 +279,6 @@ def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
         check=False,
     )  # fmt: skip
     assert bool(done.returncode) is bool(required), done.stderr
-
-
-# --- without the extension -----------------------------------------------------------------------
 
 
 @pytest.mark.slow

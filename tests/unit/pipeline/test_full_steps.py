@@ -18,7 +18,7 @@ import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.testing import capture_run
 from tests.helpers.known_runs import alert_at
-from tests.helpers.twins import assert_left_alone, run
+from tests.helpers.twins import assert_left_alone, descend, run
 
 
 class Requests(Rule):
@@ -103,8 +103,7 @@ def test_a_new_nan_restores_the_allowance_and_a_persistent_one_does_not(place: s
 def train(model: nn.Module, steps: int, after: Callable[[], object]) -> None:
     optimizer = Still(model.parameters())
     for _ in range(steps):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        descend(model, torch.ones(1, 2), optimizer)
         after()
 
 
@@ -139,9 +138,6 @@ def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Pat
         train(model, 5, after=lambda: None)
     # Step 10 is decided when step 9 ends.
     assert full == [0, 11]
-
-
-# --- max_overhead ---------------------------------------------------------------------------------
 
 
 STEPS = 300

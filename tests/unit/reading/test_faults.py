@@ -6,11 +6,9 @@ A fault is an alert of severity ``error`` or an exception that ends the training
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +19,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from telemetry import Alert, HookLogger, Output, StepRecord, TelemetryAlert
+from tests.helpers.known_runs import alert_at
 from tests.helpers.rules import rule
-from tests.helpers.shell import run
-from tests.helpers.tiny_run import TinyRun
-
-ALERT = Alert(
-    kind="planted",
-    severity="error",
-    step=1,
-    module_name=None,
-    value=float("nan"),
-    threshold=float("inf"),
-    summary="planted",
-)
-Explain = Callable[[Path], list[dict[str, Any]]]
+from tests.helpers.shell import call, records
+from tests.helpers.small_runs import fit
+from tests.helpers.tiny_run import TinyRun, whole_run
+from tests.helpers.twins import Recorder, descend
 
 
-@pytest.fixture
-def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
-    """Return the faults of a run in their order; the output is JSON that any reader takes."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    def faults_of(log_dir: Path) -> list[dict[str, Any]]:
-        capsys.readouterr()
-        assert run("explain", "--json", log_dir) == 0
-        faults = json.loads(capsys.readouterr().out, parse_constant=refuse)
-        return sorted(faults, key=lambda fault: fault["step"])
-
-    return faults_of
+def explain(log_dir: Path) -> list[dict[str, Any]]:
+    """Return the faults of a run in their order."""
+    return sorted(records("explain", log_dir), key=lambda fault: fault["step"])
 
 
 def small_cnn() -> nn.Sequential:
@@ -63,18 +42,17 @@ def small_cnn() -> nn.Sequential:
 def train(log_dir: Path, *, steps: int, nan_at: int) -> None:
     """Train until the batches end with an IndexError."""
     model = small_cnn()
+
+    def loss_of(step: int) -> torch.Tensor:
+        x = [torch.rand(4, 1, 8, 8)] * (step < steps)
+        if step == nan_at:
+            x[0][1, 0, 2, 3] = torch.nan
+        return F.cross_entropy(model(x[0]), torch.tensor([0, 1, 2, 0]))
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rules = [rule("nonfinite")]
     with HookLogger(model, log_dir, every_n_steps=10, alerts=rules) as logger:
-        for step in range(steps + 1):
-            x = [torch.rand(4, 1, 8, 8)] * (step < steps)
-            if step == nan_at:
-                x[0][1, 0, 2, 3] = torch.nan
-            loss = F.cross_entropy(model(x[0]), torch.tensor([0, 1, 2, 0]))
-            logger.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        fit(logger, steps + 1, loss_of, optimizer)
 
 
 def alerts_at(
@@ -85,8 +63,8 @@ def alerts_at(
     def planted(record: StepRecord) -> Iterator[Alert]:
         if record.step in (*steps, resolved):
             stage = "resolved" if record.step == resolved else "started"
-            where = {"step": record.step, "module_name": module}
-            yield replace(ALERT, severity=severity, stage=stage, **where)
+            known = {"severity": severity, "value": math.nan, "threshold": math.inf}
+            yield alert_at(record.step, module, stage=stage, **known)
 
     return planted
 
@@ -95,7 +73,7 @@ def moments(fault: dict[str, Any]) -> list[tuple[str, int]]:
     return [(profile["when"], profile["step"]) for profile in fault["profiles"]]
 
 
-def test_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path, explain: Explain) -> None:
+def test_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         train(tmp_path, steps=93, nan_at=83)
     [fault] = explain(tmp_path)
@@ -119,9 +97,7 @@ def test_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path, explain: E
     assert fault["exception"]["type"] == "IndexError"
 
 
-def test_a_fault_at_a_full_step_names_its_first_bad_module(
-    tmp_path: Path, explain: Explain
-) -> None:
+def test_a_fault_at_a_full_step_names_its_first_bad_module(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         train(tmp_path, steps=23, nan_at=20)
     [fault] = explain(tmp_path)
@@ -136,18 +112,16 @@ def test_a_fault_at_a_full_step_names_its_first_bad_module(
     assert profiles["before"]["nonfinite"] == [0] * 6
 
 
-def test_figures_equal_those_of_the_record(tmp_path: Path, explain: Explain) -> None:
-    records: list[StepRecord] = []
-    rules = [lambda r: records.append(r) or (), alerts_at(4, module="")]
-    tiny = TinyRun(tmp_path, every_n_steps=2, alerts=rules)
-    tiny.train(7)
-    tiny.logger.close()
+def test_figures_equal_those_of_the_record(tmp_path: Path) -> None:
+    recorder = Recorder()
+    rules = [recorder, alerts_at(4, module="")]
+    whole_run(tmp_path, 7, every_n_steps=2, alerts=rules)
     [fault] = explain(tmp_path)
-    norms = [float(math.sqrt((record.grad_norms**2).sum())) for record in records]
+    norms = [float(math.sqrt((record.grad_norms**2).sum())) for record in recorder.records]
     assert fault["steps"]["grad_norm"] == pytest.approx(norms, rel=1e-5)
     [at] = [profile for profile in fault["profiles"] if profile["when"] == "at"]
     assert at["grad_norm"][1:] == [pytest.approx(norms[4], rel=1e-5)]
-    full = records[4]
+    full = recorder.records[4]
     squares = sum(tensor.sketch.sum_squares for tensor in full.weights.values())
     assert at["weight_norm"][1:] == [pytest.approx(math.sqrt(squares), rel=1e-4)]
     assert min(full.update_ratios.values()) <= at["update_ratio"][1]
@@ -159,7 +133,7 @@ def test_figures_equal_those_of_the_record(tmp_path: Path, explain: Explain) -> 
 
 
 def test_the_steps_around_a_fault_are_kept_and_errors_among_them_belong_to_it(
-    tmp_path: Path, explain: Explain
+    tmp_path: Path,
 ) -> None:
     """Two hundred steps, of which fifty come after it; later errors are another fault."""
     rules = [
@@ -185,17 +159,13 @@ def test_the_steps_around_a_fault_are_kept_and_errors_among_them_belong_to_it(
     assert other["alerts"][-1]["step"] == 400
 
 
-def test_an_alert_at_the_first_step_has_no_profile_before_it(
-    tmp_path: Path, explain: Explain
-) -> None:
-    tiny = TinyRun(tmp_path, alerts=[alerts_at(0)])
-    tiny.train()
-    tiny.logger.close()
+def test_an_alert_at_the_first_step_has_no_profile_before_it(tmp_path: Path) -> None:
+    whole_run(tmp_path, alerts=[alerts_at(0)])
     [fault] = explain(tmp_path)
     assert moments(fault) == [("at", 0)]
 
 
-def test_random_states_repeat_the_batch(tmp_path: Path, explain: Explain) -> None:
+def test_random_states_repeat_the_batch(tmp_path: Path) -> None:
     seen: list[torch.Tensor] = []
     model = small_cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,8 +174,7 @@ def test_random_states_repeat_the_batch(tmp_path: Path, explain: Explain) -> Non
         with HookLogger(model, tmp_path, every_n_steps=2, alerts=()):
             for _ in range(4):
                 seen.append(torch.rand(4, 1, 8, 8))
-                model(seen[-1]).sum().backward()
-                optimizer.step()
+                descend(model, seen[-1], optimizer)
             raise ArithmeticError
 
     torch.manual_seed(7)
@@ -220,9 +189,7 @@ def test_random_states_repeat_the_batch(tmp_path: Path, explain: Explain) -> Non
 
 
 @pytest.mark.parametrize("alerts", [(), [alerts_at(12)]], ids=["alone", "after an alert"])
-def test_an_exception_that_ends_the_training_is_a_fault(
-    tmp_path: Path, explain: Explain, alerts: Any
-) -> None:
+def test_an_exception_that_ends_the_training_is_a_fault(tmp_path: Path, alerts: Any) -> None:
     tiny = TinyRun(tmp_path, alerts=alerts)
     with suppress(LookupError), tiny.logger:
         tiny.train(13)
@@ -233,21 +200,22 @@ def test_an_exception_that_ends_the_training_is_a_fault(
     assert fault["exception"]["message"] == "no such batch"
     assert "test_faults.py" in fault["exception"]["traceback"]
     assert moments(fault) == [("before", 0), ("at", 12)]
+    assert [row["status"] for row in records("runs", tmp_path)] == ["died"]
 
 
 @pytest.mark.parametrize(
     "exception",
     [
         KeyboardInterrupt(),
-        SystemExit(),
-        TelemetryAlert(ALERT),
+        SystemExit(1),
+        TelemetryAlert(alert_at(1, None)),
         GeneratorExit(),
         StopIteration(),
         None,
     ],
 )
 def test_an_intended_end_warnings_and_resolved_errors_are_no_faults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], exception: BaseException | None
+    tmp_path: Path, exception: BaseException | None
 ) -> None:
     tiny = TinyRun(tmp_path, alerts=[alerts_at(1, severity="warning"), alerts_at(resolved=2)])
     with suppress(BaseException), tiny.logger:
@@ -255,15 +223,15 @@ def test_an_intended_end_warnings_and_resolved_errors_are_no_faults(
         if exception is not None:
             raise exception
     assert len(tiny.logger.alerts) == 2
-    assert run("explain", tmp_path) == 2
-    assert "no alert of severity error" in capsys.readouterr().err
+    done = call("explain", tmp_path)
+    assert done.returncode == 2
+    assert "no alert of severity error" in done.stderr
+    assert [row["status"] for row in records("runs", tmp_path)] == ["ended"]
 
 
-def test_a_run_keeps_its_first_faults(tmp_path: Path, explain: Explain) -> None:
+def test_a_run_keeps_its_first_faults(tmp_path: Path) -> None:
     steps = range(0, 600, 60)
-    tiny = TinyRun(tmp_path, alerts=[alerts_at(*steps)])
-    tiny.train(600)
-    tiny.logger.close()
+    whole_run(tmp_path, 600, alerts=[alerts_at(*steps)])
     faults = explain(tmp_path)
     assert [fault["step"] for fault in faults] == list(steps)[:8]
     assert all(fault["complete"] for fault in faults)

@@ -17,6 +17,8 @@ from torch import nn
 import telemetry
 from telemetry import HookLogger
 from tests.helpers.paths import ROOT
+from tests.helpers.small_runs import fit
+from tests.helpers.twins import loss_of
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +29,8 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with HookLogger(model, folder, every_n_steps=4) as logger:  # and those that rules request
-        for step in range(12):
-            loss = model(torch.randn(8, 4)).square().mean()
-            if step == 11:
-                loss = loss * torch.nan
-            logger.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        factors = [1.0] * 11 + [torch.nan]
+        fit(logger, 12, lambda step: factors[step] * loss_of(model, torch.randn(8, 4)), optimizer)
     return folder
 
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.helpers.board import open_slow
@@ -16,10 +15,7 @@ from tests.helpers.shell import records
 
 
 def write(log_dir: Path, steps: range = range(2), **options: Any) -> None:
-    write_run(
-        log_dir, layout_of(["a"]), steps=steps, norms=lambda _: np.ones(1, np.float32),
-        losses=False, **options,
-    )  # fmt: skip
+    write_run(log_dir, layout_of(["a"]), steps=steps, losses=False, **options)
 
 
 def row(log_dir: Path) -> dict[str, Any]:

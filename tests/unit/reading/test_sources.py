@@ -17,10 +17,7 @@ from tests.helpers.known_runs import layout_of, write_dashboards, write_run
 
 @pytest.fixture
 def log_dir(tmp_path: Path) -> Path:
-    write_run(
-        tmp_path, layout_of(["a"]), steps=[0], norms=lambda _: np.ones(1, np.float32),
-        losses=False,
-    )  # fmt: skip
+    write_run(tmp_path, layout_of(["a"]), steps=[0], losses=False)
     return tmp_path
 
 

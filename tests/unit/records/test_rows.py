@@ -100,9 +100,6 @@ def test_variation_is_the_smaller_of_deviation_and_half_of_the_ranges_of_units()
     np.testing.assert_allclose(rows.variation, [0, other.std(dtype=np.float64), within], rtol=1e-5)
 
 
-# --- rare values ---------------------------------------------------------------------------------
-
-
 def test_counters_do_not_wrap_at_2_to_the_32() -> None:
     size = 1 << 17
     indices = torch.tensor([[1], [2]])

@@ -16,6 +16,7 @@ from telemetry import Alert, HookLogger
 from tests.helpers.scripted import Scripted, at
 from tests.helpers.shell import lines, records
 from tests.helpers.tiny_run import TinyRun
+from tests.helpers.twins import descend
 
 BATCH = 8
 BAD = 157
@@ -130,11 +131,7 @@ def test_ids_of_the_first_steps_are_apart(tmp_path: Path) -> None:
     with HookLogger(net, tmp_path) as logger:
         for step in range(3):
             logger.batch([step])  # the first step is still open for further optimizers
-            inputs = torch.full((BATCH, 8), math.nan if step == 1 else 1.0)
-            net(inputs).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            net.zero_grad()
+            descend(net, torch.full((BATCH, 8), math.nan if step == 1 else 1.0), *optimizers)
     [blamed] = [alert.batches for alert in logger.alerts if alert.kind == "nonfinite"]
     assert [(batch.step, batch.ids) for batch in blamed] == [(1, (1,))]
 
@@ -153,9 +150,7 @@ def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(tmp_
         for step in range(first, last):
             logger.batch([f"{name}/{step}"])
             inputs = torch.randn(BATCH, 8) * (math.nan if step == bad else 1)
-            net(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(net, inputs, optimizer)
 
     with HookLogger(net, tmp_path) as logger:
         steps(0, 20, "first")

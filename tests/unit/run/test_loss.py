@@ -20,7 +20,7 @@ from tests.helpers.client import Client
 from tests.helpers.loops import load
 from tests.helpers.paths import ROOT
 from tests.helpers.shell import records
-from tests.helpers.twins import Recorder
+from tests.helpers.twins import Recorder, descend
 
 LOSSES = [
     *("loss", "Loss", "train_loss", "train/loss", "Loss/train", "loss/total", "training_loss"),
@@ -36,14 +36,12 @@ OTHERS = [
 
 
 def records_of(*steps: Mapping[str, float]) -> list[StepRecord]:
-    """Return the records of steps that log these scalars."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with capture_run(model, rules=[]) as captured:
         for scalars in steps:
             captured.log(scalars)
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
+            descend(model, torch.ones(1, 1), optimizer)
     return captured.records
 
 
@@ -123,13 +121,11 @@ def train(
             logger.load_state_dict(state)
         logger.hparams({"lr": 0.01})
         for step in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
             logger.log(
                 {tag: v * (1e4 if tag == spike and step == 80 else 1) for tag, v in values.items()}
             )
             kept = logger.state_dict() if step == steps - 1 else {}
-            optimizer.step()
+            descend(model, torch.randn(8, 4), optimizer)
     return kept
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import pickle
@@ -13,7 +12,6 @@ import struct
 import termios
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,8 @@ from tests.helpers.loops import (
     train,
 )
 from tests.helpers.scripts import run_script
-from tests.helpers.shell import records, run
-from tests.helpers.twins import Recorder
+from tests.helpers.shell import lines, records
+from tests.helpers.twins import Recorder, descend
 
 
 def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
@@ -61,35 +59,6 @@ def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
     [found] = telemetry.read(tmp_path).alerts
     assert (found.kind, found.step) == ("nonfinite", 1)
     assert [fault["step"] for fault in records("explain", tmp_path)] == [1]
-
-
-@pytest.mark.parametrize(
-    ("exception", "status"),
-    [
-        (None, "ended"),
-        (KeyError("a"), "died"),
-        (SystemExit(1), "ended"),
-        (StopIteration(), "ended"),
-    ],
-)
-def test_a_run_records_how_it_ended(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    exception: BaseException | None,
-    status: str,
-) -> None:
-    model = mlp()
-    with (
-        suppress(KeyError, SystemExit, StopIteration),
-        HookLogger(model, tmp_path, alerts=()),
-    ):
-        train(model, steps=2)
-        if exception:
-            raise exception
-    assert run("runs", tmp_path, "--json") == 0
-    [row] = json.loads(capsys.readouterr().out)
-    assert row["status"] == status
-    assert (run("explain", tmp_path) == 0) == (status == "died")
 
 
 # --- what an alert does to the training ----------------------------------------------------------
@@ -207,17 +176,11 @@ class Wrapping(nn.Linear):
         return Unreadable(x=super().forward(x))
 
 
-class Unwrapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Wrapping(4, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return dict.values(self.inner(x))
+UNWRAPPING = Applied(lambda m, x: dict.values(m.inner(x)), inner=Wrapping(4, 2))
 
 
 @pytest.mark.parametrize(
-    ("model", "called"), [(Wrapping(4, 2), "the model"), (Unwrapping(), "inner")]
+    ("model", "called"), [(Wrapping(4, 2), "the model"), (UNWRAPPING, "inner")]
 )
 def test_a_measurement_that_fails_is_logged_once_with_its_module(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model: nn.Module, called: str
@@ -257,7 +220,6 @@ def train_with_nan(
     steps: int = 30,
     until_stopped: bool = True,
 ) -> HookLogger:
-    """Train with NaN at step 5."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -440,9 +402,7 @@ def test_notes_are_printed_at_the_end_without_logging(tmp_path: Path) -> None:
     assert "x" in notes.splitlines()[-1]  # its advice
 
 
-def test_each_layer_with_parameters_has_a_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_layer_with_parameters_has_a_state(tmp_path: Path) -> None:
     torch.manual_seed(0)
     names = ["cut", "still", "frozen", "other", "head"]
     model = Applied(
@@ -456,10 +416,7 @@ def test_each_layer_with_parameters_has_a_state(
     ]
     optimizer = torch.optim.SGD(groups, 0.1)
     with HookLogger(model, tmp_path, every_n_steps=1, alerts=()):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
+        descend(model, torch.randn(8, 4), optimizer, steps=3)
     modules = telemetry.read(tmp_path).modules
     assert dict(zip(modules.module_name, modules.state, strict=True)) == {
         "model input": "",
@@ -469,9 +426,7 @@ def test_each_layer_with_parameters_has_a_state(
         "other": "not in an optimizer",
         "head": "trains",
     }
-    capsys.readouterr()
-    assert run("summary", tmp_path) == 0
-    out = capsys.readouterr().out
-    assert "20.0% of the parameters" in out
-    rows = {line.split()[0] for line in out.splitlines() if line.strip()}
+    shown = lines("summary", tmp_path)
+    assert any("20.0% of the parameters" in line for line in shown)
+    rows = {line.split()[0] for line in shown if line.strip()}
     assert {*names} <= rows

@@ -32,6 +32,7 @@ from telemetry.writing.histograms import (
 )
 from tests.helpers.serialized import joined, summary_of
 from tests.helpers.tiny_run import event_files, events_of
+from tests.helpers.twins import descend
 
 RANDOM = np.random.default_rng(0)
 
@@ -47,8 +48,7 @@ def test_pictures_alternate_and_a_large_one_is_reduced(tmp_path: Path) -> None:
     options: Any = {"every_n_steps": 1, "alerts": (), "max_overhead": math.inf}
     with HookLogger(model, tmp_path, **options) as logger:
         for _ in range(8):
-            model(torch.rand(1, 3, 100, 100)).square().mean().backward()
-            optimizer.step()
+            descend(model, torch.rand(1, 3, 100, 100), optimizer)
             with logger.phase("sample"), torch.no_grad():
                 model(torch.rand(1, 3, 100, 100))
     [path] = event_files(tmp_path)
