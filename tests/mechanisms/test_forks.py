@@ -10,7 +10,7 @@ from telemetry import HookLogger
 
 
 def test_a_forked_process_waits_for_no_value_that_a_thread_was_computing() -> None:
-    """In Python 3.10 and 3.11, a cached property has a lock, which a fork would leave locked."""
+    """Locks of cached properties in Python 3.10 and 3.11: a fork would leave one locked."""
     package = HookLogger.__module__.partition(".")[0]
     locks = {
         f"{name}.{member.attrname}": getattr(member, "lock", nullcontext())
