@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -169,7 +169,7 @@ def print_table(workload: Workload, costs: Mapping[str, Cost], *, markdown: bool
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one round: figures are rough")
+    parser.add_argument("--quick", action="store_true", help="one short round: figures are rough")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", help="models whose name contains this")
     parser.add_argument("--device", default="cpu")
@@ -186,6 +186,8 @@ def main() -> None:
     for workload in WORKLOADS:
         if args.only and args.only not in workload.name:
             continue
+        if args.quick:
+            workload = replace(workload, block_steps=4)
         costs = measure(workload, recordings, device, rounds=1 if args.quick else args.rounds)
         results[workload.name] = costs
         print_table(workload, costs, markdown=args.markdown)

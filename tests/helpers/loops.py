@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
+from telemetry.tag_names import plain
 from tests.helpers.known_runs import alert_at
-from tests.helpers.plain_events import EventAccumulator
 
 
 def small_cnn() -> nn.Module:
@@ -32,9 +33,11 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def batches(model: nn.Module, logger: HookLogger | None = None, steps: int = 5) -> Iterator[Tensor]:
+def batches(
+    model: nn.Module, logger: HookLogger | None = None, steps: int = 5, lr: float = 0.01
+) -> Iterator[Tensor]:
     """Train on images if the model starts with a convolution, else on three features."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr)
     is_cnn = isinstance(next(model.children(), None), nn.Conv2d)
     for _ in range(steps):
         inputs = torch.rand(8, 1, 8, 8) if is_cnn else torch.rand(8, 3)
@@ -47,8 +50,8 @@ def batches(model: nn.Module, logger: HookLogger | None = None, steps: int = 5) 
         yield loss
 
 
-def train(model: nn.Module, steps: int = 5) -> None:
-    finish(batches(model, steps=steps))
+def train(model: nn.Module, steps: int = 5, **options: Any) -> None:
+    finish(batches(model, steps=steps, **options))
 
 
 def finish(iterator: Iterator[object]) -> None:
@@ -87,6 +90,26 @@ def hook_count(model: nn.Module) -> int:
 
 def is_hooked(model: nn.Module) -> bool:
     return hook_count(model) > 0
+
+
+class EventAccumulator(event_accumulator.EventAccumulator):
+    """TensorBoard's own reader; tags are as they are without the groups of ours."""
+
+    def Tags(self) -> dict[str, Any]:  # noqa: N802 - overrides
+        tags = super().Tags()
+        return {k: [*map(plain, v)] if isinstance(v, list) else v for k, v in tags.items()}
+
+    def Scalars(self, tag: str) -> Any:  # noqa: N802
+        return super().Scalars(self._written("scalars", tag))
+
+    def Tensors(self, tag: str) -> Any:  # noqa: N802
+        return super().Tensors(self._written("tensors", tag))
+
+    def SummaryMetadata(self, tag: str) -> Any:  # noqa: N802
+        return super().SummaryMetadata(self._written("tensors", tag))
+
+    def _written(self, kind: str, tag: str) -> str:
+        return next((full for full in super().Tags()[kind] if plain(full) == tag), tag)
 
 
 def load(log_dir: Path) -> EventAccumulator:

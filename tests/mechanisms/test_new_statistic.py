@@ -32,7 +32,7 @@ from tests.helpers.board import open_slow
 from tests.helpers.client import Client
 from telemetry import HookLogger
 from telemetry.commands.cli import main
-from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.loops import EventAccumulator
 
 run = Path(sys.argv[1])
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))

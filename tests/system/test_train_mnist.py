@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import train_mnist
+from tests.helpers.loops import load
 from tests.helpers.paths import ROOT
-from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.shell import run as command
 
 
@@ -53,8 +53,7 @@ def test_mnist_is_learned_and_raises_no_alert(
     assert f"tensorboard --logdir {tmp_path.parent} --port 6006\n" in printed
     assert printed.endswith(f"/#telemetry&p.telemetry.run={tmp_path.name}\n")
 
-    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
-    events.Reload()
+    events = load(tmp_path)
     assert [event.step for event in events.Scalars("loss")] == list(range(250))
     assert [event.step for event in events.Scalars("test_accuracy")] == [125, 250]
     assert {"activation/0000.conv1", "weight/0000.conv1.weight"} <= set(events.Tags()["tensors"])
@@ -73,7 +72,7 @@ def test_without_mnist_the_example_trains_on_digits_and_raises_no_alert(
     assert re.search(r"alerts +none", printed)
     [log_dir] = tmp_path.glob("runs/*")
     assert re.fullmatch(r"digits-\d{8}-\d{6}", log_dir.name)
-    shown = EventAccumulator(str(log_dir)).Reload().SummaryMetadata("_hparams_/session_start_info")
+    shown = load(log_dir).SummaryMetadata("_hparams_/session_start_info")
     assert all(name in shown.plugin_data.content for name in (b"digits", b"fault", b"batch_size"))
 
 

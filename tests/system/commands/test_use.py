@@ -165,7 +165,7 @@ def test_runs_without_a_step_and_those_of_other_programs_are_skipped_in_one_line
 # --- terminals and pipes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1, 12, 30, 50, 80, 200])
+@pytest.mark.parametrize("width", [1, 12, 30, 80])
 def test_the_summary_keeps_the_layers_in_a_terminal_of_any_width(runs: Path, width: int) -> None:
     shown = in_terminal(width, "summary", runs / "good")
     body = shown.partition("Gradient norm\n")[2]
@@ -376,17 +376,18 @@ def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> No
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
-@pytest.mark.parametrize("command", ["summary", "alerts", "explain", "lint"])
-def test_commands_do_not_load_torch(runs: Path, command: str) -> None:
-    code = (
-        "import sys; from telemetry.commands.cli import main; main(sys.argv[1:]); "
-        "print({'torch', 'tensorflow'} & set(sys.modules))"
-    )
-    arguments = [sys.executable, "-W", "error", "-c", code, command, str(runs / "deep" / "bad")]
+def test_commands_do_not_load_torch(runs: Path) -> None:
+    code = """
+import sys
+from telemetry.commands.cli import main
+for command in ("summary", "alerts", "explain", "lint"):
+    main([command, sys.argv[1]])
+    print("loaded after", command, {"torch", "tensorflow"} & set(sys.modules))
+"""
+    arguments = [sys.executable, "-W", "error", "-c", code, str(runs / "deep" / "bad")]
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=True)
-    *shown, loaded = done.stdout.splitlines()
-    assert shown
-    assert loaded == "set()"
+    assert "nonfinite" in done.stdout
+    assert re.findall(r"loaded after \w+ (.*)", done.stdout) == ["set()"] * 4
 
 
 @pytest.mark.parametrize("command", ["summary", "alerts", "explain", "diff", "report"])

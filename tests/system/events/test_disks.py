@@ -17,8 +17,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
 from tests.helpers.board import ReadBoard
-from tests.helpers.disks import fill
+from tests.helpers.disks import FreezableDisk, fill
 from tests.helpers.known_runs import alert_at
+from tests.helpers.members import until
 from tests.helpers.scripts import run_script
 from tests.helpers.tiny_run import (
     TinyRun,
@@ -256,6 +257,20 @@ def test_a_file_size_limit_leads_to_more_files(tmp_path: Path) -> None:
 
 
 # --- disks that hang, directories without permission ---------------------------------------------
+
+
+def test_a_hanging_disk_blocks_neither_training_nor_alerts(freezable_disk: FreezableDisk) -> None:
+    log_dir = freezable_disk.path / "run"
+    run = TinyRun(log_dir, alerts=[lambda record: [alert_at(record.step, None)]])
+    run.train()
+    run.logger.flush()
+    with freezable_disk.frozen():
+        run.train(100)  # would never end
+        until(lambda: len(run.logger.alerts) == 101)
+    run.logger.close()
+    found = telemetry.read(log_dir)
+    assert ([alert.step for alert in found.alerts], found.problems) == ([*range(101)], ())
+    assert steps_by_file(log_dir) == [[*range(101)]]
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="no users to change to")

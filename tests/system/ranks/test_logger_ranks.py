@@ -42,6 +42,25 @@ def single(way: str) -> str:
     return "alone unclipped" if way in UNCLIPPED else "alone"
 
 
+def one_group(folder: Path, count: int) -> Iterator[Ranks]:
+    """Healthy ranks of one process group, which train one model after the other."""
+    with ranks(folder, count) as processes:
+        form_group(processes, folder)
+        yield processes
+        for process in processes:
+            assert process.occurrences("telemetry failed") == 0, process.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from one_group(tmp_path_factory.mktemp("group"), 2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from one_group(tmp_path_factory.mktemp("group"), 4)
+
+
 @pytest.fixture(scope="module")
 def trained(
     tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks, four_ranks: Ranks
@@ -430,7 +449,6 @@ def test_training_continues_without_file_descriptors_for_an_exchange(
 def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """FullyShardedDataParallel: flattened parameters are measured on rank 0 alone."""
     first = two_ranks[0]
     before = first.occurrences("FullyShardedDataParallel flattens parameters")
     left = every(two_ranks, "call", logging_ranks.twins, "fsdp1", tmp_path)

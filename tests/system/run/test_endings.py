@@ -8,14 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torch.utils import tensorboard
 
 import telemetry
 from telemetry import Alert, HookLogger
 from tests.helpers.disks import FreezableDisk
-from tests.helpers.loops import fault_at, written
+from tests.helpers.loops import fault_at, train, written
 from tests.helpers.scripts import run_script
 from tests.helpers.shell import run as run_command
 from tests.helpers.tiny_run import norm_steps
@@ -99,31 +98,25 @@ def test_steps_queued_when_ctrl_c_interrupts_close_are_written(
     tmp_path: Path, then: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = f"""
-import os, signal, sys, threading, time
-import torch
-from telemetry import HookLogger
+        import os, signal, sys, threading, time
+        from tests.helpers.tiny_run import TinyRun
 
-def slow(record):
-    time.sleep(0.02)
-    return ()
+        def slow(record):
+            time.sleep(0.02)
+            return ()
 
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-try:
-    with HookLogger(model, sys.argv[1], alerts=[slow]) as logger:
-        for step in range(60):
-            loss = model(torch.rand(8, 4)).square().mean()
-            logger.log(loss=loss)
-            loss.backward()
-            optimizer.step()
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-except KeyboardInterrupt:
-    print("interrupted", logger)
-{then}
-"""
+        run = TinyRun(sys.argv[1], alerts=[slow])
+        try:
+            with run.logger as logger:
+                run.train(60)
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        except KeyboardInterrupt:
+            print("interrupted", logger)
+        {then}
+    """
     output, errors = run_script(tmp_path, script, tmp_path / "run")
     assert output.startswith("interrupted <HookLogger removed")
-    assert written_steps(tmp_path / "run", "loss") == list(range(60))
+    assert written_steps(tmp_path / "run", "count") == list(range(60))
     assert run_command("runs", tmp_path / "run", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["status"] == "ended"
     assert "Traceback" not in errors
@@ -135,7 +128,7 @@ except KeyboardInterrupt:
 def test_with_a_hanging_disk_each_step_is_checked_and_close_has_one_deadline(
     freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder, received, model = Recorder(), list[Alert](), nn.Linear(4, 2)
+    recorder, received, model = Recorder(), list[Alert](), nn.Linear(3, 2)
     logger = HookLogger(
         model, freezable_disk.path / "run", alerts=[recorder, fault_at(*range(0, 2000, 100))],
         every_n_steps=50, max_overhead=math.inf, on_alert=received.append,
@@ -153,7 +146,7 @@ def test_with_a_hanging_disk_each_step_is_checked_and_close_has_one_deadline(
 def test_a_given_writer_on_a_hanging_disk_does_not_block_closing(
     freezable_disk: FreezableDisk,
 ) -> None:
-    model, writer = nn.Linear(4, 2), tensorboard.SummaryWriter(freezable_disk.path / "run")
+    model, writer = nn.Linear(3, 2), tensorboard.SummaryWriter(freezable_disk.path / "run")
     threads = set(threading.enumerate())
     logger = HookLogger(model, writer, alerts=(), every_n_steps=50)
     with freezable_disk.frozen():
@@ -162,11 +155,3 @@ def test_a_given_writer_on_a_hanging_disk_does_not_block_closing(
     for thread in set(threading.enumerate()) - threads:
         thread.join()  # or it continues to write when the disk is unmounted
     writer.close()
-
-
-def train(model: nn.Module, steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.rand(8, 4)).square().mean().backward()
-        optimizer.step()

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
+import telemetry
 from telemetry import HookLogger
 from tests.helpers.loops import train
 from tests.helpers.scripts import run_script, start_script
@@ -183,3 +184,23 @@ def test_a_third_process_reports_the_second_after_the_first_exits(
             tmp_path,
         )
     assert log.count(WRITTEN_TO) == 1
+
+
+def test_runs_of_several_processes_in_one_directory_do_not_mix(tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        from tests.helpers.known_runs import alert_at
+        from tests.helpers.tiny_run import TinyRun
+        child = os.fork()
+        run = TinyRun(sys.argv[1], alerts=[lambda record: [alert_at(record.step, None)]])
+        run.train(100 if child else 90)
+        run.logger.close()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+    """
+    run_script(tmp_path, script, tmp_path / "run")
+    last = telemetry.read(tmp_path / "run")
+    runs = [last, *map(telemetry.read, last.earlier)]
+    assert [run.problems for run in runs] == [(), ()]
+    steps = sorted([alert.step for alert in run.alerts] for run in runs)
+    assert steps == [[*range(90)], [*range(100)]]

@@ -18,26 +18,13 @@ from torch.utils.tensorboard import SummaryWriter
 import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from tests.helpers.applied import Applied
-from tests.helpers.interrupted_runs import RUNS, train
-from tests.helpers.loops import load, mlp, scalars
+from tests.helpers.interrupted_runs import RUNS
+from tests.helpers.interrupted_runs import train as train_interrupted
+from tests.helpers.loops import load, mlp, scalars, train
 from tests.helpers.paths import ROOT
 from tests.helpers.rules import rule
 from tests.helpers.scripts import run_script
 from tests.helpers.twins import Recorder
-
-
-class Loop:
-    """Model in training; each call trains on."""
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = model or mlp()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-
-    def __call__(self, steps: int) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.model(torch.rand(8, 3)).square().mean().backward()
-            self.optimizer.step()
 
 
 def leave(
@@ -48,11 +35,11 @@ def leave(
     **options: Any,
 ) -> dict[str, Any]:
     """Train for some steps, after a state if one is given; return the state at the end."""
-    loop = Loop(model)
-    with HookLogger(loop.model, log_dir, **options) as logger:
+    model = model or mlp()
+    with HookLogger(model, log_dir, **options) as logger:
         if state is not None:
             logger.load_state_dict(state)
-        loop(steps)
+        train(model, steps)
         return logger.state_dict()
 
 
@@ -69,7 +56,7 @@ def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     log_dir = tmp_path_factory.mktemp("runs")
     whole, saved = {}, {}
     for name, run in RUNS.items():
-        whole[name], saved[name] = train(run, log_dir / name)
+        whole[name], saved[name] = train_interrupted(run, log_dir / name)
     torch.save(saved, log_dir / "checkpoints.pt")
     script = (ROOT / "tests" / "helpers" / "interrupted_runs.py").read_text()
     resumed, _ = run_script(log_dir, script, log_dir / "checkpoints.pt", log_dir)
@@ -114,16 +101,16 @@ def test_alerts_of_the_runs_escalate_and_resolve(
 
 @pytest.mark.parametrize("in_this_process", [True, False])
 def test_steps_after_the_checkpoint_are_hidden(tmp_path: Path, in_this_process: bool) -> None:
-    loop = Loop()
-    with HookLogger(loop.model, tmp_path, every_n_steps=2) as logger:
-        loop(4)
+    model = mlp()
+    with HookLogger(model, tmp_path, every_n_steps=2) as logger:
+        train(model, 4)
         state = logger.state_dict()
-        loop(6)
+        train(model, 6)
         if in_this_process:
             logger.load_state_dict(state)
-            loop(2)
+            train(model, 2)
     if not in_this_process:
-        leave(tmp_path, 2, state, loop.model, every_n_steps=2)
+        leave(tmp_path, 2, state, model, every_n_steps=2)
     assert list(scalars(tmp_path)) == list(range(6))
     layers = telemetry.read(tmp_path).layers
     assert set(layers[layers.statistic == "grad_norm"].step) == set(range(6))
@@ -151,9 +138,9 @@ def test_a_resumed_run_has_the_modules_in_forward_order_at_its_first_step(tmp_pa
 
 
 def test_a_loss_of_the_step_in_progress_is_restored(tmp_path: Path) -> None:
-    loop, recorder = Loop(), Recorder()
-    with HookLogger(loop.model, tmp_path / "a") as logger:
-        loop(2)
+    model, recorder = mlp(), Recorder()
+    with HookLogger(model, tmp_path / "a") as logger:
+        train(model, 2)
         logger.log(loss=0.25)
         state = logger.state_dict()
     leave(tmp_path / "b", 1, state, alerts=[recorder])
@@ -162,16 +149,16 @@ def test_a_loss_of_the_step_in_progress_is_restored(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_logged_after_the_last_step_stays_in_the_curve(tmp_path: Path) -> None:
     """The optimizer has ended the step, so that it is a loss of the next, which is repeated."""
-    loop, state = Loop(), dict[str, Any]()
+    model, state = mlp(), dict[str, Any]()
     for _ in range(2):
-        with HookLogger(loop.model, tmp_path) as logger:
+        with HookLogger(model, tmp_path) as logger:
             if state:
                 logger.load_state_dict(state)
             for _ in range(3):
-                loop(1)
+                train(model, 1)
                 logger.log(loss=1.5)
             state = state or logger.state_dict()
-            loop(2)
+            train(model, 2)
     assert losses(tmp_path) == [(step, 1.5) for step in range(1, 7)]
 
 
@@ -240,15 +227,13 @@ def test_other_rules_restore_matching_fields_and_log_the_rest_in_one_line(
 
 
 def test_a_resumed_run_uses_its_own_thresholds(tmp_path: Path) -> None:
-    loop = Loop()
-    loop.optimizer.param_groups[0]["lr"] = 0.0
-    state: dict[str, Any] = {"step": 0}
+    model, state = mlp(), dict[str, Any]()
     for steps in (1e9, 6):
         settings = {"no_learning": {"steps": steps}}
-        with HookLogger(loop.model, tmp_path, every_n_steps=1, alerts=settings) as logger:
-            if state["step"]:
+        with HookLogger(model, tmp_path, every_n_steps=1, alerts=settings) as logger:
+            if state:
                 logger.load_state_dict(state)
-            loop(3)
+            train(model, 3, lr=0.0)
             state = logger.state_dict()
     assert [(alert.kind, alert.step) for alert in logger.alerts] == [("no_learning", 5)]
 
@@ -294,7 +279,7 @@ def test_a_foreign_state_is_restored_where_its_fields_match(
 
 
 def test_an_invalid_state_is_refused(tmp_path: Path) -> None:
-    logger = HookLogger(Loop().model, tmp_path)
+    logger = HookLogger(mlp(), tmp_path)
     with pytest.raises(TypeError, match=r"must be what state_dict\(\) returned"):
         logger.load_state_dict([1])  # type: ignore[arg-type]
     state = logger.state_dict()
@@ -328,11 +313,11 @@ def test_auto_continues_after_the_last_step_that_counts(tmp_path: Path) -> None:
 
 def test_auto_replaces_the_loss_of_a_step_that_did_not_end(tmp_path: Path) -> None:
     for _ in range(2):
-        loop = Loop()
-        with HookLogger(loop.model, tmp_path, resume=True) as logger:
+        model = mlp()
+        with HookLogger(model, tmp_path, resume=True) as logger:
             for _ in range(3):
                 logger.log(loss=1.5)
-                loop(1)
+                train(model, 1)
             logger.log(loss=2.5)
     assert losses(tmp_path) == [(step, 2.5 if step == 6 else 1.5) for step in range(7)]
 

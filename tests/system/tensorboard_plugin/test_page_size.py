@@ -35,7 +35,7 @@ def write_large(log_dir: Path, count: int, steps: int, every: int) -> None:
 
 
 def write(logdir: Path) -> None:
-    write_large(logdir / "thousand", 1000, 1000, every=1)
+    write_large(logdir / "thousand", 1000, 1000, every=10)
     write_large(logdir / "ten-thousand", 10_000, 1000, every=100)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from telemetry import HookLogger
 from tests.helpers.browser import TelemetryPage, box_of, has_color, pixels_of, plot_box, wait_for
 from tests.helpers.known_runs import alert_at, consequence, layout_of, write_run
+from tests.helpers.small_runs import at_step, fit
 
 DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
 MAPS = 10
@@ -44,17 +45,14 @@ def batch() -> torch.Tensor:
 
 def train(log_dir: Path, *, dies: bool = False, is_nan: bool = False) -> None:
     model = cnn()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def loss_of(step: int) -> torch.Tensor:
+        images = batch() * (torch.nan if is_nan and step == NAN else 1)
+        return nn.functional.cross_entropy(model(images), torch.arange(16) % 3)
+
+    kill = at_step(DIES, lambda: dies and model[1].bias.data.sub_(100))
     with HookLogger(model, log_dir, every_n_steps=EVERY) as logger:
-        for step in range(STEPS):
-            images = batch() * (torch.nan if is_nan and step == NAN else 1)
-            if dies and step == DIES:
-                model.conv.bias.data -= 100  # type: ignore[union-attr, operator]
-            loss = nn.functional.cross_entropy(model(images), torch.arange(16) % 3)
-            logger.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        fit(logger, STEPS, loss_of, torch.optim.SGD(model.parameters(), 1e-3), before=kill)
 
 
 def write_growing(log_dir: Path, steps: range, **options: Any) -> None:

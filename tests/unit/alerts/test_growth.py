@@ -10,15 +10,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from telemetry import StepRecord
-from telemetry.testing import alerts_of, capture_run
+from telemetry.testing import alerts_of
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.scripted import record
-from tests.helpers.small_runs import Batch, draw, net, train
+from tests.helpers.small_runs import Batch, captured, draw, net, train
 
 
 def deep(layers: int = 8) -> nn.Sequential:
@@ -41,12 +41,7 @@ def grow(model: nn.Sequential, layers: Sequence[int], at: int = 40) -> Callable[
 
 def step_of(model: nn.Module) -> StepRecord:
     """Return the full record of the second step."""
-    optimizer = SGD(model.parameters(), 0.1)
-    with capture_run(model, every_n_steps=1, rules=[]) as run:
-        for _ in range(2):
-            nn.functional.cross_entropy(model(draw()[0]), draw()[1]).backward()
-            optimizer.step()
-    return run.records[1]
+    return captured(model, 2, rules=[], every=1).records[1]
 
 
 # --- activations ---------------------------------------------------------------------------------
@@ -141,16 +136,17 @@ def test_a_majority_of_three_layers_or_more_has_to_grow_tenfold(
 def test_a_layer_that_may_be_on_another_branch_is_named_after_a_full_step() -> None:
     trunk, first, second = deep(4), nn.Linear(3, 3), nn.Linear(3, 3)
     model = nn.ModuleDict({"trunk": trunk, "first": first, "second": second})
-    optimizer, detector = SGD(model.parameters(), 1e-8), rule("exploding_gradient")
-    with capture_run(model, every_n_steps=20, rules=[detector]) as run:
-        for step in range(50):
-            points, classes = draw()
-            features = trunk(points)
-            error = nn.functional.cross_entropy(first(features), classes)
-            error = error * (1e6 if step >= 43 else 1.0)
-            (error + nn.functional.cross_entropy(second(features), classes)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def loss_of(step: int) -> Tensor:
+        points, classes = draw()
+        features = trunk(points)
+        error = nn.functional.cross_entropy(first(features), classes)
+        error = error * (1e6 if step >= 43 else 1.0)
+        return error + nn.functional.cross_entropy(second(features), classes)
+
+    optimizer = SGD(model.parameters(), 1e-8)
+    rules = ["exploding_gradient"]
+    run = captured(model, 50, rules=rules, loss_of=loss_of, optimizer=optimizer, every=20)
     [alert] = run.alerts
     assert (alert.step, alert.module_name) == (43, "first")
 

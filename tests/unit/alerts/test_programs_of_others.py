@@ -15,6 +15,7 @@ import telemetry
 from telemetry import Alert, HookLogger
 from telemetry.interventions import zero_gradients
 from telemetry.testing import alerts_of, capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.scripted import record
 from tests.helpers.small_runs import Before, at_step, captured
 
@@ -23,68 +24,43 @@ def loud(alerts: list[Alert]) -> list[str]:
     return [alert.kind for alert in alerts if alert.severity != "note"]
 
 
-class TwoHeads(nn.Module):
-    """Trunk with a main head and an auxiliary one, which is called last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.main, self.auxiliary = (
-            nn.Linear(16, 64), nn.Linear(64, 10), nn.Linear(64, 10),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.trunk(x).relu()
-        return self.main(hidden), self.auxiliary(hidden)
-
-
 @pytest.mark.parametrize("every", [1, 10])
 def test_a_head_whose_loss_is_switched_off_is_no_explosion(every: int) -> None:
-    model, classes_of = TwoHeads(), torch.randn(16, 10)
+    torch.manual_seed(0)
+    trunk, main, auxiliary = nn.Linear(16, 64), nn.Linear(64, 10), nn.Linear(64, 10)
+    model, classes_of = nn.ModuleList([trunk, main, auxiliary]), torch.randn(16, 10)
 
     def loss_of(step: int) -> Tensor:
         x = torch.randn(64, 16)
-        classes = (x @ classes_of).argmax(1)
-        main, auxiliary = model(x)
+        hidden, classes = trunk(x).relu(), (x @ classes_of).argmax(1)
+        loss = F.cross_entropy(main(hidden), classes)
         weight = 0.3 if step < 60 else 1e-5
-        return F.cross_entropy(main, classes) + weight * F.cross_entropy(auxiliary, classes)
+        return loss + weight * F.cross_entropy(auxiliary(hidden), classes)
 
     optimizer = SGD(model.parameters(), 0.05)
     run = captured(model, 220, rules=None, loss_of=loss_of, optimizer=optimizer, every=every)
     assert loud(run.alerts) == []
 
 
-class Decorrelation(nn.Module):
+def decorrelation(module: nn.Module, x: Tensor) -> Tensor:
     """Mean squared correlation of different features: one number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        second = x.transpose(-1, -2) @ x / x.shape[-2]
-        off = second.square().sum((-1, -2)) - second.diagonal(dim1=-2, dim2=-1).square().sum(-1)
-        return off.mean() / (x.shape[-1] * (x.shape[-1] - 1))
-
-
-class WithOwnLoss(nn.Module):
-    """Model that computes a part of its loss in a module, between others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
-        self.loss, self.head = Decorrelation(), nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.norm(self.first(x))
-        part = self.loss(x)
-        return self.head(x[:, 0]), part
+    second = x.transpose(-1, -2) @ x / x.shape[-2]
+    off = second.square().sum((-1, -2)) - second.diagonal(dim1=-2, dim2=-1).square().sum(-1)
+    return off.mean() / (x.shape[-1] * (x.shape[-1] - 1))
 
 
 def test_a_module_that_computes_a_loss_is_not_saturated() -> None:
-    model, classes_of = WithOwnLoss(), torch.randn(16, 10)
+    torch.manual_seed(0)
+    first, norm, head = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 10)
+    loss = Applied(decorrelation)  # between other layers
+    model, classes_of = nn.ModuleList([first, norm, loss, head]), torch.randn(16, 10)
 
     def loss_of(step: int) -> Tensor:
         x = torch.randn(8, 16, 16)
-        outputs, part = model(x)
-        return F.cross_entropy(outputs, (x[:, 0] @ classes_of).argmax(1)) + 0.1 * part
+        hidden = norm(first(x))
+        part: Tensor = loss(hidden)
+        classes = (x[:, 0] @ classes_of).argmax(1)
+        return F.cross_entropy(head(hidden[:, 0]), classes) + 0.1 * part
 
     optimizer = Adam(model.parameters(), 3e-4)
     run = captured(model, 60, rules=None, loss_of=loss_of, optimizer=optimizer)
@@ -129,17 +105,11 @@ def test_weights_shrink_only_below_their_first_size() -> None:
     assert trend(lambda step: -0.9 if step < 5 else 0.02) == []
 
 
-class Hidden(nn.Module):
-    """Model whose layers PyTorch does not find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
-
-
 def test_layers_in_a_plain_list_are_named_with_the_way_out(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.layers = [nn.Linear(4, 4), nn.Linear(4, 2)]  # PyTorch does not find them
     with pytest.raises(ValueError, match=r"modules in layers in a torch\.nn\.ModuleList"):
-        HookLogger(Hidden(), tmp_path)
+        HookLogger(model, tmp_path)
 
 
 @pytest.mark.parametrize(("factor", "is_far"), [(1.0, False), (256.0, True), (1 / 65025, True)])
