@@ -216,8 +216,8 @@ class ExplodingGradient(Detector):
             return None
         last, times = layers.names[apart[-1]], float(10 ** layers.apart[apart[-1]])
         return Finding(
-            summary=f"The gradient of {called(last)} is {figure(times)}x as large, compared with "
-            "that of most layers, as ever before",
+            summary=f"Compared with that of most layers, the gradient of {called(last)} is "
+            f"{figure(times)}x as large as ever before",
             advice=_ONE_LAYER,
             value=times,
             threshold=shared.THIRTYFOLD,
