@@ -20,7 +20,7 @@ from telemetry.testing import alerts_of, capture_run
 from tests.helpers.applied import Applied
 from tests.helpers.rules import rule
 from tests.helpers.scripted import record
-from tests.helpers.small_runs import Before, at_step, captured, toward
+from tests.helpers.small_runs import Before, at_step, captured, mlp, toward
 
 
 def loud(alerts: list[Alert]) -> list[str]:
@@ -91,7 +91,7 @@ def test_of_two_optimizers_of_one_model_the_one_that_ends_steps_counts() -> None
 
 def trend(rate: Callable[[int], float]) -> list[Alert]:
     """Return the alerts of weights that change by a factor at a loss that does not fall."""
-    model = layers()
+    model = mlp(20, 32, 32, 10)
 
     def loss_of(step: int) -> Tensor:
         for parameter in model.parameters():
@@ -146,15 +146,9 @@ def classify(
     return captured(model, steps, rules=None, **settings).alerts
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(),
-                         nn.Linear(32, 10))  # fmt: skip
-
-
 @pytest.mark.parametrize("are_random", [False, True])
 def test_units_that_die_where_nothing_can_be_learned_are_not_the_cause(are_random: bool) -> None:
-    model = layers()
+    model = mlp(20, 32, 32, 10)
     kill = at_step(60, lambda: nn.init.constant_(model[2].bias[1:], -100.0))
     alerts = classify(model, 320, before=kill, are_random=are_random)
     kinds = {alert.kind for alert in alerts if alert.stage == "started"}
@@ -164,7 +158,7 @@ def test_units_that_die_where_nothing_can_be_learned_are_not_the_cause(are_rando
 
 
 def test_gradients_that_are_set_to_zero_are_no_vanishing_ones() -> None:
-    model = layers()
+    model = mlp(20, 32, 32, 10)
     with zero_gradients(model, "0"):
         [alert] = classify(model, 60)
     assert (alert.kind, alert.severity, alert.module_name) == ("vanishing_gradient", "note", "0")
@@ -173,7 +167,7 @@ def test_gradients_that_are_set_to_zero_are_no_vanishing_ones() -> None:
 
 @pytest.mark.parametrize("with_biases", [False, True])
 def test_weights_that_start_at_zero_are_the_cause(with_biases: bool) -> None:
-    model = layers()
+    model = mlp(20, 32, 32, 10)
     for name, parameter in model.named_parameters():
         if with_biases or name.endswith("weight"):
             nn.init.zeros_(parameter)
@@ -242,13 +236,9 @@ def test_permanent_conditions_request_no_full_step_and_raise_no_alert(model: nn.
     assert run.alerts == []
 
 
-def mlp(*end: nn.Module, outputs: int = 2) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, outputs), *end)
-
-
 def test_a_unit_of_the_outputs_is_no_explosion() -> None:
-    model = mlp(Applied(lambda self, x: 1e5 * x), outputs=1)  # converts it to that of the targets
+    model = mlp(8, 32, 1)
+    model.append(Applied(lambda self, x: 1e5 * x))  # converts it to that of the targets
     loss_of = toward(model, lambda x: 1e5 * x.sum(1, keepdim=True))
     rules = "exploding_gradient", "exploding_activation"
     optimizer = Adam(model.parameters(), 1e-3)
@@ -277,7 +267,7 @@ def test_a_rate_that_jumps_with_another_loss_is_a_note() -> None:
 
 
 def test_gradients_of_a_second_pass_are_no_sums() -> None:
-    model = mlp()
+    model = mlp(8, 32, 2)
     optimizer = SGD(model.parameters(), 0.05)
     x, y = torch.ones(32, 8), torch.zeros(32, dtype=torch.long)
     with capture_run(model, rules=[rule("loss_divergence")]) as run:
