@@ -104,6 +104,13 @@ def mnist_dir() -> Path:
 
 
 @pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's directory, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def process_group() -> Iterator[None]:
     """Process group of one process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

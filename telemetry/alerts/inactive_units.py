@@ -255,14 +255,17 @@ def _negligible(rows: Rows) -> Marks:
 def _idle_layers(record: StepRecord) -> list[str]:
     """Return affine layers whose weights have a zero gradient and whose outputs have another.
 
-    The gradient of the weights is that of the outputs times the inputs.
+    The gradient of the weights is that of the outputs times the inputs; that of the bias has no
+    such factor. If that is zero, too, something sets both to zero.
     """
-    layout = record.layout
+    layout, outputs = record.layout, table(record).column("activation_grad_rms") > 0
     weights = np.array([*layout.matrices.values()], np.intp)
-    no_gradient = record.grad_present[weights] & (record.grad_norms[weights] == 0)
-    idle = layout.owners[weights[no_gradient]]
-    reached = table(record).column("activation_grad_rms")[idle] > 0
-    chosen = [layout.modules[index] for index in sorted(idle[reached].tolist())]
+    idle = layout.owners[weights[record.grad_present[weights] & (record.grad_norms[weights] == 0)]]
+    size = len(layout.modules)
+    has_bias = np.bincount(layout.owners, record.grad_present, size) > 1
+    bias_learns = np.bincount(layout.owners, record.grad_norms > 0, size) > 0
+    reached = np.where(has_bias, bias_learns, outputs)
+    chosen = [layout.modules[index] for index in sorted(idle[reached[idle]].tolist())]
     return [module.name for module in chosen if module.type_name in AFFINE]
 
 

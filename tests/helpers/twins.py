@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,18 @@ class Recorder:
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self.records.append(record)
+        return ()
+
+
+class Blocked:
+    """A rule that finds nothing, and judges no step before a test permits it."""
+
+    def __init__(self) -> None:
+        self.entered, self.may_judge = Event(), Event()
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self.entered.set()
+        assert self.may_judge.wait(120)  # a watchdog; decides no test
         return ()
 
 

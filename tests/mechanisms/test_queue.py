@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import telemetry
-from telemetry import Alert, StepRecord
+from telemetry import StepRecord
 from telemetry.capture import Content, Step
 from telemetry.capture.context import Context, Guard
 from telemetry.capture.schedule import Stopwatch
@@ -26,7 +25,7 @@ from telemetry.tag_names import plain
 from tests.helpers.figures import figures
 from tests.helpers.serialized import summary_of
 from tests.helpers.tiny_run import TinyRun
-from tests.helpers.twins import Recorder
+from tests.helpers.twins import Blocked, Recorder
 
 WATCHDOG_S = 120
 
@@ -46,22 +45,15 @@ def test_a_queued_step_allocates_about_the_counted_bytes(kind: type[Step]) -> No
 
 def train_ahead(log_dir: Path, steps: int, every: int) -> list[StepRecord]:
     """Return the records of steps that end while the rule has not judged the first one."""
-    may_judge, entered = threading.Event(), threading.Event()
-
-    def blocked(record: StepRecord) -> Iterable[Alert]:
-        entered.set()
-        assert may_judge.wait(WATCHDOG_S)
-        return ()
-
-    recorder = Recorder()
+    blocked, recorder = Blocked(), Recorder()
     run = TinyRun(log_dir, alerts=[blocked, recorder], every_n_steps=every)
     with run.logger as logger:
         for _ in range(steps):
             run.train()
-            assert entered.wait(WATCHDOG_S)
+            assert blocked.entered.wait(WATCHDOG_S)
         with logger.phase("validation"):  # stays one, so that no rule receives it
             run.model(torch.ones(4, 2))
-        may_judge.set()
+        blocked.may_judge.set()
     return recorder.records
 
 

@@ -28,10 +28,7 @@ def write(log_dir: Path, steps: range = range(1), **options: Any) -> None:
     write_run(log_dir, layout_of(["a"]), steps=steps, **options)
 
 
-def test_a_remote_directory_gets_event_files_and_a_run_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_remote_directory_gets_event_files_and_a_run_log(in_tmp_path: Path) -> None:
     model = mlp()
     writer = SummaryWriter("memory://alerts")
     with writer, HookLogger(model, writer, alerts=[fault_at(1)]) as logger:
@@ -43,7 +40,7 @@ def test_a_remote_directory_gets_event_files_and_a_run_log(
     run.refresh()
     assert run.matrix("grad_norm").steps.tolist() == [0, 1, 2, 3]
     assert [alert.step for alert in run.alerts] == [1]
-    assert list(tmp_path.iterdir()) == []
+    assert list(in_tmp_path.iterdir()) == []
 
 
 def test_a_program_that_changes_its_directory_has_one_run(

@@ -345,6 +345,10 @@ def test_custom_rules_and_detectors_receive_every_step(tmp_path: Path, fast: Non
 
 
 @pytest.mark.slow
-def test_without_rules_no_step_is_unusual(tmp_path: Path, fast: None) -> None:
-    _, steps = train(tmp_path, alerts=())
+def test_without_rules_no_step_is_unusual_and_an_infinite_share_measures_each(
+    tmp_path: Path, fast: None
+) -> None:
+    _, steps = train(tmp_path / "limited", alerts=())
     assert len(steps) < 256 + 60
+    _, steps = train(tmp_path / "unlimited", alerts=(), max_overhead=math.inf)
+    assert steps == [*range(600)]

@@ -70,8 +70,7 @@ def test_each_plain_block_of_the_readme_is_commands_or_a_tested_output() -> None
     ]
 
 
-def test_the_loop_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_loop_in_the_readme_runs(in_tmp_path: Path) -> None:
     [code] = [code for _, code in blocks_of(ROOT / "README.md") if "as logger:" in code]
     names: dict[str, object] = {}
     exec(code_of("howto/index"), names)
@@ -85,10 +84,12 @@ def test_the_loop_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", [f"howto/{name}" for name in GUIDES] + ALONE)
 def test_the_code_of_a_page_prints_its_documented_output(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    in_tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    put_command_on_path(tmp_path / "bin", monkeypatch)
+    put_command_on_path(in_tmp_path / "bin", monkeypatch)
     names: dict[str, object] = {"__name__": "page"}
     if name.startswith("howto/"):
         exec(code_of("howto/index"), names)
@@ -99,10 +100,7 @@ def test_the_code_of_a_page_prints_its_documented_output(
     assert list(Path("runs").rglob("*.tfevents.*"))
 
 
-def test_the_run_log_is_read_without_telemetry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_run_log_is_read_without_telemetry(in_tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(code_of("howto/index"), names)
     exec('with HookLogger(model, "runs/first") as logger:\n    train(10, logger)', names)

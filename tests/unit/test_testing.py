@@ -57,10 +57,7 @@ def test_only_the_call_of_a_rule_must_be_written() -> None:
         alerts_of([], [1])  # type: ignore[list-item]
 
 
-def test_a_run_is_recorded_at_once_and_without_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_is_recorded_at_once_and_without_files(in_tmp_path: Path) -> None:
     model = net()
     with capture_run(model, every_n_steps=10, rules=[Losses()]) as run:
         train(model, run, 5)
@@ -68,7 +65,7 @@ def test_a_run_is_recorded_at_once_and_without_files(
     assert [record.step for record in run.records if record.full] == [0, 3]
     assert [alert.value for alert in run.alerts] == [record.loss for record in run.records]
     assert list(run.records[0].activations) == ["0", "1", "2", "3"]
-    assert list(tmp_path.iterdir()) == []
+    assert list(in_tmp_path.iterdir()) == []
     train(model, run, 2)  # nothing is recorded after the body
     assert len(run.records) == 5
 
@@ -103,8 +100,7 @@ def test_exceptions_and_invalid_results_of_a_rule_are_raised(
         train(model, run, 1)
 
 
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_examples_of_the_page_run(in_tmp_path: Path) -> None:
     model = net()
     page: dict[str, Any] = {
         "model": model,

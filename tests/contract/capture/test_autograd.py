@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,32 @@ def test_hooks_of_a_phase_are_removed_when_it_raises_or_a_step_ends_in_it(tmp_pa
         assert not any(module._forward_hooks for module in model.modules())
     activations = [len(record.activations) for record in recorder.records]
     assert activations == [0, 0, 0, 0, 3, 0]
+
+
+def sampling_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:
+    """Run a fixed sample in a phase of its own."""
+    sample = torch.linspace(-1, 1, 3 * 8 * 8).view(1, 3, 8, 8)
+    loss = lambda model: loss_of(model, torch.randn(4, 3, 8, 8))  # noqa: E731
+    for _ in training(loss, 4, partial(torch.optim.SGD, lr=0.0))(model, logger):
+        model.eval()
+        with torch.no_grad(), logger.phase("sample") if logger else nullcontext():
+            yield model(sample)
+        model.train()
+        yield from (parameter.grad for parameter in model.parameters())
+
+
+def test_pictures_of_a_phase_are_those_of_its_input_at_each_step(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        layers = nn.Conv2d(3, 4, 3), nn.Dropout(), nn.Flatten(), nn.Linear(4 * 36, 2)
+        return nn.Sequential(*layers)
+
+    assert_left_alone(make, sampling_loop, tmp_path, every_n_steps=2)
+    board = load(tmp_path)
+    for tag in ("feature_maps/0000.0", "input"):
+        of_sample = board.Tensors(f"sample/{tag}")
+        assert [event.step for event in of_sample] == [1, 2, 3, 4]
+        assert len({event.tensor_proto.string_val[2] for event in of_sample}) == 1
+        assert len({event.tensor_proto.string_val[2] for event in board.Tensors(tag)}) == 2
 
 
 class Adjoint(torch.autograd.Function):

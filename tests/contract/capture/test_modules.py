@@ -180,7 +180,7 @@ def test_a_call_by_keyword_and_an_output_of_none_are_left_alone(tmp_path: Path) 
         assert model(x=batch()) is None
         return model.result.square().mean()
 
-    check(storing, training(step, 2), tmp_path, flatten=lambda o: [] if o is None else [o])
+    check(storing, training(step, 2), tmp_path)
 
 
 def table() -> nn.Module:
@@ -229,7 +229,7 @@ def test_calls_of_a_shared_module_are_merged_and_counted(tmp_path: Path) -> None
 def test_outputs_of_an_rnn_are_logged_separately(tmp_path: Path) -> None:
     loop = training(lambda model: loss_of(lambda x: model["rnn"](x[..., None])[0]), 2)
     make = lambda: nn.ModuleDict({"rnn": nn.LSTM(1, 3, batch_first=True)})  # noqa: E731
-    outcome, _ = check(make, loop, tmp_path, flatten=lambda out: [out[0], *out[1]])
+    outcome, _ = check(make, loop, tmp_path)
     assert list(outcome.full[0].outputs) == [Output("rnn", place) for place in range(3)]
 
 

@@ -116,15 +116,14 @@ def test_compiled_models_have_a_location_and_traced_models_have_none() -> None:
 
 
 def test_alert_explanation_and_table_name_the_line_of_a_nan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("nets.py").write_text(
         "from torch import nn\n\n\nclass Net(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n        self.fc = nn.Linear(4, 4)\n\n"
         "    def forward(self, x):\n        return self.fc(x / (x - x))\n"
     )
-    monkeypatch.syspath_prepend(os.fspath(tmp_path))
+    monkeypatch.syspath_prepend(os.fspath(in_tmp_path))
     import nets
 
     monkeypatch.delitem(sys.modules, "nets")

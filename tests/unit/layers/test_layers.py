@@ -131,6 +131,7 @@ BOUNDED = {FIRST: tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]), ACT: tensor(-0.99
         # Norms of parameters are joined without overflow.
         ({"grad_norms": np.array([0.0, 0.0])}, "grad_norm", [0, None]),
         ({"grad_norms": np.array([3e200, 4e200])}, "grad_norm", [5e200, None]),
+        ({"grad_norms": np.array([0.0, 3e200])}, "grad_norm", [3e200, None]),
         ({"grad_norms": np.array([INF, 1e200])}, "grad_norm", [INF, None]),
         ({"grad_norms": np.array([NAN, 1.0])}, "grad_norm", [NAN, None]),
         # Absent or skipped gradients are unknown.

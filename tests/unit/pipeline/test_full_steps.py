@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
+from functools import partial
 from operator import sub
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.testing import capture_run
+from tests.helpers.figures import figures
 from tests.helpers.known_runs import alert_at
-from tests.helpers.twins import assert_left_alone, descend, run
+from tests.helpers.loops import batches, measured_steps, small_cnn
+from tests.helpers.shell import lines
+from tests.helpers.twins import Blocked, Recorder, assert_left_alone, descend, run
 
 
 class Requests(Rule):
@@ -121,42 +124,56 @@ def test_full_steps_are_counted_as_scheduled_or_requested_and_restored(tmp_path:
         assert counts["full_steps/requested"][-1][1] == 1
 
 
+@pytest.mark.parametrize(
+    ("rules", "every_n_steps", "level", "counts"),
+    [
+        ([], 10, logging.INFO, (2, 0)),
+        ([Requests(follows=True)], 5, logging.INFO, (3, 3)),
+        ([Requests(follows=True)], 10, logging.WARNING, (2, 3)),
+        ([Requests(follows=True)], 100, logging.INFO, (1, 3)),
+    ],
+)
+def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    rules: list[Rule],
+    every_n_steps: int,
+    level: int,
+    counts: tuple[int, int],
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = small_cnn()
+    logger = HookLogger(model, tmp_path, every_n_steps=every_n_steps, alerts=rules)
+    for _ in batches(model, logger, steps=11):
+        logger.flush()
+    logger.close()
+    [message] = [line for line in caplog.records if "full steps" in line.getMessage()]
+    assert isinstance(message.args, tuple)
+    assert (message.levelno, message.args[:2]) == (level, counts)
+    assert len(measured_steps(tmp_path)) == sum(counts)
+    assert figures(lines("summary", tmp_path)[1]) == [*counts]
+
+
 def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Path) -> None:
-    may_judge, model = threading.Event(), nn.Linear(2, 1)
-    full: list[int] = []
-
-    def slow(record: StepRecord) -> Iterable[Alert]:
-        assert may_judge.wait(120)
-        full.extend([record.step] * record.full)
-        return ()
-
-    rules = [slow, Requests(at={1, 2})]
+    model, slow, recorder = nn.Linear(2, 1), Blocked(), Recorder()
+    rules = [slow, recorder, Requests(at={1, 2})]
     with HookLogger(model, tmp_path, every_n_steps=1000, alerts=rules) as logger:
         train(model, 10, after=lambda: None)
-        may_judge.set()
+        slow.may_judge.set()
         logger.flush()
         train(model, 5, after=lambda: None)
     # Step 10 is decided when step 9 ends.
-    assert full == [0, 11]
+    assert [record.step for record in recorder.records if record.full] == [0, 11]
 
 
 STEPS = 300
 
 
+LOOP = partial(batches, steps=STEPS)
+
+
 def deep() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
-
-
-def losses(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(torch.rand(8, 4)), torch.rand(8, 4))
-        loss.backward()
-        if logger is not None:
-            logger.log(loss=loss)
-        optimizer.step()
-        yield loss
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
 
 
 def curves(log_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -168,7 +185,7 @@ def test_a_limit_that_nothing_fits_leaves_one_full_step_and_norms_of_one_step_in
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = {"every_n_steps": 10, "max_overhead": 1e-9}
-    outcome = assert_left_alone(deep, losses, tmp_path, **limits)
+    outcome = assert_left_alone(deep, LOOP, tmp_path, **limits)
     assert [record.step for record in outcome.full] == [0]
     steps = [record.step for record in outcome.records]
     assert {*map(sub, steps[3:], steps[2:])} == {64}
@@ -188,7 +205,7 @@ def test_a_limit_that_nothing_fits_leaves_one_full_step_and_norms_of_one_step_in
 def test_without_a_limit_no_full_step_is_postponed_and_no_overhead_is_written(
     tmp_path: Path, limit: dict[str, Any]
 ) -> None:
-    outcome = run(deep, losses, tmp_path, every_n_steps=10, **limit)
+    outcome = run(deep, LOOP, tmp_path, every_n_steps=10, **limit)
     assert [record.step for record in outcome.full] == [*range(0, STEPS, 10)]
     assert [record.step for record in outcome.records] == [*range(STEPS)]
     assert not [tag for tag in curves(tmp_path) if "overhead" in tag or "every_n" in tag]

@@ -15,7 +15,7 @@ import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from tests.helpers.figures import figures
 from tests.helpers.known_runs import alert_at
-from tests.helpers.twins import Recorder
+from tests.helpers.twins import Blocked, Recorder
 
 WATCHDOG_S = 120
 
@@ -88,21 +88,14 @@ def test_a_rule_or_callback_that_exits_does_not_end_the_worker(
 def test_steps_queued_after_a_rule_that_hangs_are_counted_after_the_timeout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entered, may_continue = threading.Event(), threading.Event()
-
-    def rule(record: StepRecord) -> Iterable[Alert]:
-        entered.set()
-        assert may_continue.wait(WATCHDOG_S)
-        return ()
-
-    model = nn.Linear(3, 2)
-    logger = HookLogger(model, tmp_path, alerts=[rule])
+    model, blocked = nn.Linear(3, 2), Blocked()
+    logger = HookLogger(model, tmp_path, alerts=[blocked])
     train(model, 5)
-    assert entered.wait(WATCHDOG_S)
+    assert blocked.entered.wait(WATCHDOG_S)
     logger.close(timeout_s=0.01)
     [message] = [text for text in caplog.messages if "not judged" in text]
     assert figures(message)[0] == 5
-    may_continue.set()
+    blocked.may_judge.set()
 
 
 def test_two_loggers_whose_callbacks_flush_each_other_do_not_deadlock(

@@ -205,12 +205,9 @@ def test_a_wrong_environment_variable_is_named(
         HookLogger(mlp(), tmp_path)
 
 
-def test_a_model_alone_is_measured_every_100_steps_in_a_new_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_model_alone_is_measured_every_100_steps_in_a_new_directory(in_tmp_path: Path) -> None:
     model = mlp()
     with HookLogger(model, alerts=()):
         train(model, steps=202)
-    [run] = (tmp_path / "runs").iterdir()
+    [run] = (in_tmp_path / "runs").iterdir()
     assert measured_steps(run) == [0, 100, 200]

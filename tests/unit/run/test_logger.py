@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +12,11 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry import Alert, HookLogger, Rule, StepRecord
-from tests.helpers.figures import figures
+from telemetry import HookLogger
 from tests.helpers.loops import (
     batches,
     is_hooked,
     load,
-    measured_steps,
     mlp,
     scalars,
     small_cnn,
@@ -29,7 +25,6 @@ from tests.helpers.loops import (
 )
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
-from tests.helpers.shell import lines
 from tests.helpers.twins import Recorder
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -59,45 +54,6 @@ def test_logger_step_counts_steps_without_an_optimizer(tmp_path: Path) -> None:
     assert [record.full for record in recorder.records] == [True, False, True]
     assert recorder.records[2].activations
     assert all(record.total_grad_norm > 0 for record in recorder.records)
-
-
-class Requests(Rule):
-    """Rule that requests a full step after each step and reports nothing."""
-
-    requests_full_step = True
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        return ()
-
-
-@pytest.mark.parametrize(
-    ("rules", "every_n_steps", "level", "counts"),
-    [
-        ([], 10, logging.INFO, (2, 0)),
-        ([Requests()], 5, logging.INFO, (3, 3)),
-        ([Requests()], 10, logging.WARNING, (2, 3)),
-        ([Requests()], 100, logging.INFO, (1, 3)),
-    ],
-)
-def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    rules: list[Rule],
-    every_n_steps: int,
-    level: int,
-    counts: tuple[int, int],
-) -> None:
-    caplog.set_level(logging.INFO)
-    model = small_cnn()
-    logger = HookLogger(model, tmp_path, every_n_steps=every_n_steps, alerts=rules)
-    for _ in batches(model, logger, steps=11):
-        logger.flush()
-    logger.close()
-    [message] = [line for line in caplog.records if "full steps" in line.getMessage()]
-    assert isinstance(message.args, tuple)
-    assert (message.levelno, message.args[:2]) == (level, counts)
-    assert len(measured_steps(tmp_path)) == sum(counts)
-    assert figures(lines("summary", tmp_path)[1]) == [*counts]
 
 
 # --- life cycle ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import signal
 import struct
 import termios
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,10 @@ from tests.helpers.loops import (
     scalars,
     train,
 )
+from tests.helpers.scripted import Scripted, finding
 from tests.helpers.scripts import run_script
 from tests.helpers.shell import lines, records
-from tests.helpers.twins import Recorder, descend
+from tests.helpers.twins import Blocked, Recorder, descend
 
 
 def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
@@ -59,6 +60,42 @@ def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
     [found] = telemetry.read(tmp_path).alerts
     assert (found.kind, found.step) == ("nonfinite", 1)
     assert [fault["step"] for fault in records("explain", tmp_path)] == [1]
+
+
+def test_title_and_message_are_composed_of_all_known_fields(tmp_path: Path) -> None:
+    root = finding(
+        module_name="fc", cause="Their biases are negative", advice=("Wait", "Is it frozen?"),
+        batch_steps=range(9),
+    )  # fmt: skip
+    detectors = [
+        Scripted({9: root}, kind="root"),
+        Scripted({9: finding(module_name="fc")}, kind="effect", explained_by={"root"}),
+        Scripted({9: finding(module_name="gone")}, kind="gone"),
+    ]
+    model = Applied(lambda self, x: self.fc(x).sum(), fc=nn.Linear(2, 1))
+    rules = {detector.kind: detector for detector in detectors}
+    with HookLogger(model, tmp_path, alerts=rules) as logger:
+        for step in range(11):
+            if step != 1:
+                logger.batch([step, f"file {step}"])
+            descend(model, torch.ones(1, 2))
+    begin, *others = logger.alerts
+    assert begin.title == "root in fc at step 9"
+    assert [alert.title for alert in others][-1] == "gone in gone resolved at step 10"
+    worse = replace(begin, module_name=None, stage="escalated")
+    assert worse.title == "root, then effect in fc at step 9"
+    assert replace(worse, consequences=()).title == "root escalated at step 9"
+    first, code, consequences, *batches, advice = begin.message.splitlines()
+    assert first == "Seen. Their biases are negative."
+    assert code.startswith("Code: tests/helpers/applied.py:")
+    assert code.endswith(" (Applied.forward)")
+    assert consequences == "Consequences: effect in fc."
+    assert batches == [f"Batch of step {n}: {n}, file {n}." for n in (0, 2, 3, 4, 5)]
+    assert advice == "Wait. Is it frozen?"
+    stages = [(alert.kind, alert.stage, alert.location) for alert in others]
+    assert sorted(stages) == [
+        ("gone", "resolved", None), ("gone", "started", None), ("root", "resolved", None)
+    ]  # fmt: skip
 
 
 # --- what an alert does to the training ----------------------------------------------------------
@@ -119,20 +156,16 @@ def test_a_callback_may_flush_or_close_the_writer(
 
 
 def test_a_callback_may_close_the_logger_and_queued_steps_are_checked(tmp_path: Path) -> None:
-    model, recorder, closed = mlp(), Recorder(), threading.Event()
-    may_start = threading.Event()
-
-    def blocked(record: StepRecord) -> Iterable[Alert]:
-        assert may_start.wait(120)
-        return fault_at(1)(record)
+    model, blocked, recorder, closed = mlp(), Blocked(), Recorder(), threading.Event()
 
     def on_alert(alert: Alert) -> None:
         logger.close()
         closed.set()
 
-    logger = HookLogger(model, tmp_path, alerts=[blocked, recorder], on_alert=on_alert)
+    rules = [blocked, fault_at(1), recorder]
+    logger = HookLogger(model, tmp_path, alerts=rules, on_alert=on_alert)
     train(model, steps=9)
-    may_start.set()
+    blocked.may_judge.set()
     assert closed.wait(120)
     logger.close()  # returns after the callback's close()
     assert [record.step for record in recorder.records] == list(range(9))
