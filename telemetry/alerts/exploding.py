@@ -114,6 +114,7 @@ class ExplodingGradient(Detector):
     # Step, norm and its baseline of an explosion whose layer is not certain before a full step.
     _held: tuple[int, float, float] | None = state(None)
     _latest_above: tuple[int, float, float] | None = state(None)  # the same of any high norm
+    _total: float = state(0.0)  # the last norm; clipping makes it the same at each step
     _steps_far_above: int = state(0)
     _steps_lasting: int = state(0)
     _amplified_steps: int = state(0)
@@ -143,7 +144,9 @@ class ExplodingGradient(Detector):
             )
         is_candidate = baseline.since_norm_jump < shared.FEWEST and not record.full
         is_candidate |= self._amplified_steps == 1 or self._deep_steps > 0 or self._may_be_from_loss
-        is_candidate |= not record.full and bool(baseline.layers.steps_apart.any())
+        total, before = record.total_grad_norm, self._total
+        is_clipped, self._total = abs(total - before) < shared.TINY * total, total
+        is_candidate |= is_clipped and not record.full and bool(baseline.layers.steps_apart.any())
         self.needs_full_step = self.active_alert is None and is_candidate
         return found
 

@@ -94,6 +94,7 @@ class Loop:
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._by_hand = False  # the loop has no optimizer
         self._stepping_thread: int | None = None  # None while steps end in backward passes
+        self._passes_elsewhere = False  # on threads that end no step
         weakref.finalize(self, _HOOKS.remove, id(self))
 
     @property
@@ -259,6 +260,7 @@ class Loop:
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
             return None if hook in step.ran else step
         if context.thread not in (None, thread):
+            step.elsewhere = True
             return None
         context.thread = thread
         if step.parameters and self._turns.settle():  # an optimizer has stepped
@@ -385,7 +387,10 @@ class Loop:
         step = self._step
         self._turns.step_ended()
         self.clock.end_step(full=step.full)
-        if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
+        if isinstance(step, FullStep) and step.elsewhere and not step.ran:
+            self._passes_elsewhere, self._stepping_thread = True, None
+        # In a backward pass, this may be a thread of autograd's.
+        if backward_task() == NO_TASK and not self._passes_elsewhere:
             self._stepping_thread = threading.get_ident()
         if step.full:
             step.stop()

@@ -277,6 +277,7 @@ class FullStep(Step):
     Attributes:
         backward, forward: Its passes.
         ran: Hooks that were called outside of a backward pass.
+        elsewhere: Whether one was called on another thread than that of the steps.
         unchanged: Whether the model is known to have the same modules as at the beginning.
     """
 
@@ -286,7 +287,7 @@ class FullStep(Step):
         super().__init__(context)
         self.phase = phase
         self.ran: set[object] = set()
-        self.unchanged = False
+        self.elsewhere = self.unchanged = False
         self._observations = Observations(self.guard.failures)
         self.backward = BackwardPasses(context, self._observations, self.notes)
         self.forward = ForwardPasses(

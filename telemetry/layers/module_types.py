@@ -14,8 +14,10 @@ from telemetry.records.buckets import bucket_of
 from telemetry.records.moments import finite_of
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
+from telemetry.threads import without_locks
 
 
+@without_locks
 @dataclass(frozen=True, kw_only=True)
 class Flat:
     """Outputs at which a function is flat: at most ``low``, and at least ``high``.

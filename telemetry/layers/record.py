@@ -22,6 +22,7 @@ from telemetry.records.moments import COUNTS, POWER_SUMS, nonfinite_of
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import Tensors
+from telemetry.threads import without_locks
 
 Values: TypeAlias = NDArray[Any]
 
@@ -36,6 +37,7 @@ class Column(NamedTuple):
     known: NDArray[np.bool_]
 
 
+@without_locks
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
     """Measurements of tensors of one kind."""

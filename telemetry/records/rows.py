@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from telemetry.records import moments
 from telemetry.records.buckets import BUCKETS_PER_OCTAVE, LAST_BUCKET
+from telemetry.threads import without_locks
 
 # Figures of :class:`~telemetry.records.sketch.Sketch` of each row, and its numbers of merged
 # tensors, buckets and units.
@@ -43,6 +44,7 @@ Column = NDArray[Any]
 _Bytes = bytes | bytearray
 
 
+@without_locks
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Measurements of some tensors.

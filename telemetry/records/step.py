@@ -16,6 +16,7 @@ from telemetry.records.loss import loss_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import AttentionHeads, Output, TensorRecord, Tensors
 from telemetry.tag_names import TIMES, numbered
+from telemetry.threads import without_locks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ class Parameter:
         return math.prod(self.shape)
 
 
+@without_locks
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Modules and parameters of a model. Records of one layout share one object.
@@ -268,6 +270,7 @@ class By(Enum):
 _NO_NORMS, _NO_FLAGS, _NO_GROUPS = np.zeros(0), np.zeros(0, bool), np.zeros(0, np.int64)
 
 
+@without_locks
 @dataclass(kw_only=True, eq=False)
 class StepRecord:
     """Measurements of one optimizer step.

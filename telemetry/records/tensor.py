@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
+from telemetry.threads import without_locks
 
 Name = TypeVar("Name")
 
@@ -36,6 +37,7 @@ class Output(NamedTuple):
         return f"{self.module_name}[{self.place}]" if self.place else self.module_name
 
 
+@without_locks
 class TensorRecord:
     """Record of one tensor during one step; all its calls and micro-batches are merged."""
 

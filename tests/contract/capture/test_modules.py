@@ -483,6 +483,18 @@ def test_passes_of_a_second_thread_are_not_logged_once_a_thread_has_stepped(tmp_
         assert_logged(record, hand)
 
 
+def test_passes_on_other_threads_than_the_optimizer_are_logged_once_no_others_are_seen(
+    tmp_path: Path,
+) -> None:
+    def step(model: nn.Module) -> Tensor:
+        losses: list[Tensor] = []
+        in_thread(lambda: losses.append(loss_of(model)))
+        return losses[0]
+
+    outcome = run(mlp, training(step, 5), tmp_path)
+    assert [len(record.activations) for record in outcome.full] == [3, 0, 3, 3, 3]
+
+
 # --- the user's own hooks -------------------------------------------------------------------------
 
 
