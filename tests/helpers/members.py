@@ -45,7 +45,6 @@ def measured(rank: int, step: int, phase: str = "") -> RankRecord:
 
 
 def scalars_of(merged: MergedStep) -> Mapping[str, float]:
-    """The merged numbers."""
     return MergedRecords().record(merged).scalars
 
 
@@ -211,7 +210,6 @@ class Member:
         resource.setrlimit(resource.RLIMIT_NOFILE, (math.ceil((last + 1) / 0.75), hard))
 
     def peak_bytes(self) -> int:
-        """Peak memory of this process."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def fork(self) -> int:
@@ -264,7 +262,6 @@ class Process:
         return self.answer()
 
     def occurrences(self, words: str) -> int:
-        """Number of occurrences in the log."""
         return self.log.read_text().count(words)
 
     def signal(self, number: signal.Signals) -> None:
@@ -308,11 +305,6 @@ def serve(
         connection.send(getattr(member, command)(*arguments, **named))
 
 
-def form_group(processes: Sequence[Process], folder: Path) -> None:
-    """Form a process group."""
-    every(processes, "init", f"file://{folder}/rendezvous")
-
-
 def every(processes: Sequence[Process], command: str, *arguments: Any, **named: Any) -> list[Any]:
     """Run one command on all ranks at the same time."""
     for process in processes:
@@ -322,12 +314,17 @@ def every(processes: Sequence[Process], command: str, *arguments: Any, **named: 
 
 @contextmanager
 def ranks(folder: Path, count: int, networks: Sequence[str] = ()) -> Iterator[Ranks]:
-    """Start ``count`` processes; ``networks`` names the network namespace of each."""
+    """Start ``count`` processes of one process group.
+
+    ``networks`` names the network namespace of each, and then they form no group yet.
+    """
     processes = [
         Process(r, count, folder / f"{r}.log", networks[r] if networks else None)
         for r in range(count)
     ]
     try:
+        if not networks:
+            every(processes, "init", f"file://{folder}/rendezvous")
         yield processes
     finally:
         for process in processes:

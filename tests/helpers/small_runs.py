@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ LossOf = Callable[[int], Tensor]
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+
+
+def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Return linear layers of these widths, with activations between them."""
+    torch.manual_seed(0)
+    layers = [part for sizes in pairwise(widths) for part in (nn.Linear(*sizes), activation())]
+    return nn.Sequential(*layers[:-1])
 
 
 class EndsWith(nn.Sequential):

@@ -1,4 +1,4 @@
-"""Replayed steps raise the alerts of the original run, and a changed verdict is reported."""
+"""Replayed runs: alerts of the original, changed verdicts, margins of limits, halves of benches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import pytest
 from telemetry.capture import Step
 from telemetry.pipeline import Pipeline
 from tests.helpers.paths import ROOT
+from tests.helpers.recorded_runs import RUNS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import halves
+import margins
 import realruns
 import replay
 
@@ -92,3 +95,35 @@ def test_against_fails_for_a_lost_fault_and_lists_the_rest(
     faults = replay.judged({name: [lost]}, {name: []})
     assert f"{name} is no longer found" in faults
     assert f"- {name}: {lost}" in capsys.readouterr().out.splitlines()
+
+
+# --- margins and halves --------------------------------------------------------------------------
+
+
+def test_the_margin_is_the_smallest_change_that_changes_a_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "onsets", lambda: {"a.fine": None, "a.faulty": 7})
+    found = {
+        "a.fine": {"dead_units": {("fraction", 1 / 3)}},
+        "a.faulty": {"dead_units": {*margins.changes("dead_units")} - {("batches", 3.0)}},
+    }
+    of = margins.margins(found)
+    assert of["dead_units", "fraction"] == margins.Margin(healthy=(1 / 3, "a.fine"))
+    assert of["dead_units", "batches"] == margins.Margin(fault=(3.0, "a.faulty"))
+    assert of["dead_units", "samples"] == margins.Margin()
+    assert "|`dead_units`|`fraction`|0.9|0.33, fine|–|" in margins.table(of)
+
+
+def test_a_limit_that_is_changed_changes_what_a_recorded_run_shows() -> None:
+    found = margins.measured(RUNS["inputs_all_zero"], 10)
+    assert "same_batch" not in found  # a note
+    found = margins.measured(RUNS["layer_begins_large"], 10)
+    assert margins.DEFAULT in found["loss_divergence"]
+    assert found["loss_divergence"] < {*margins.changes("loss_divergence")}
+
+
+def test_a_family_is_in_one_half() -> None:
+    assert halves.half_of("runs.text_ok") == halves.half_of("realruns.text_decay_x1000")
+    names = ["runs.text_ok", "runs.cnn_ok", "runs.gpt_ok", "runs.mlp_ok", "runs.unet_ok"]
+    assert {*map(halves.half_of, names)} == {0, 1}

@@ -139,6 +139,9 @@ def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path:
     for command in ("summary", "alerts", "report"):
         done = call(command, tmp_path / "empty")
         assert (done.returncode, "neither a run log nor event files" in done.stderr) == (2, True)
+    done = call("explain", "/dev/zero")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "no such directory" in done.stderr
     [file] = (runs / "good").glob("events*")
     done = call("summary", file)
     assert done.returncode == 2
@@ -341,17 +344,6 @@ def test_runs_without_anything_in_common_are_an_error(runs: Path, tmp_path: Path
 
 
 # --- help, completion ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["run.runlog", "/dev/zero", "/no/such"])
-def test_explain_of_something_else_than_a_directory_says_so_in_a_line(
-    tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "run.runlog").touch()
-    done = call("explain", tmp_path / name)
-    assert done.returncode == 2
-    assert ("give the directory" if name.endswith("runlog") else "no such directory") in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> None:

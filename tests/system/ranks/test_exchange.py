@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.members import Ranks, every, form_group, ranks, total
+from tests.helpers.members import Ranks, every, ranks, total
 
 PATIENT_S = 1000.0
 """Timeout with which a test would not end if anybody waited for a late rank."""
@@ -31,7 +31,6 @@ def assert_silent(processes: Ranks) -> None:
 def four(tmp_path: Path) -> Iterator[Ranks]:
     """Four ranks of one process group, over TCP."""
     with ranks(tmp_path, 4) as processes:
-        form_group(processes, tmp_path)
         yield processes
 
 

@@ -15,7 +15,7 @@ from torch import multiprocessing
 import telemetry
 from tests.helpers import logging_ranks, training
 from tests.helpers.loops import load
-from tests.helpers.members import Ranks, every, form_group, ranks
+from tests.helpers.members import Ranks, every, ranks
 from tests.helpers.twins import seed
 
 ON_TWO = [
@@ -45,7 +45,6 @@ def single(way: str) -> str:
 def one_group(folder: Path, count: int) -> Iterator[Ranks]:
     """Healthy ranks of one process group, which train one model after the other."""
     with ranks(folder, count) as processes:
-        form_group(processes, folder)
         yield processes
         for process in processes:
             assert process.occurrences("telemetry failed") == 0, process.log.read_text()
@@ -362,7 +361,6 @@ def test_loggers_that_precede_the_process_group_write_one_run(tmp_path: Path) ->
 def three(tmp_path: Path) -> Iterator[Ranks]:
     """Three ranks that train independently."""
     with ranks(tmp_path, 3) as processes:
-        form_group(processes, tmp_path)
         yield processes
 
 

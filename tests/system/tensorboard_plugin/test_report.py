@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry import Alert, HookLogger, Rule, StepRecord
+from telemetry import HookLogger
 from tests.helpers.browser import DARKEST, LIGHTEST, pixel_at, pixels_of
 from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
 from tests.helpers.loops import fault_at, mlp, train
@@ -175,22 +175,13 @@ def test_records_around_a_fault_are_in_the_report(tmp_path: Path) -> None:
     assert "Around alerts and exceptions" in text
 
 
-class AtOnce(Rule):
-    """Reports the first loss, before any step."""
-
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        return ()
-
-    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        return [alert_at(step, None)]
-
-
 def test_a_run_with_an_alert_and_no_step_has_a_report(
     tmp_path: Path, open_report: OpenReport
 ) -> None:
     model = mlp()
-    with HookLogger(model, tmp_path / "demo", alerts=[AtOnce()]) as logger:
-        logger.log(loss=1.0)
+    with HookLogger(model, tmp_path / "demo") as logger:
+        for _ in range(100):
+            logger.log(loss=1.0)  # which does not fall
     page = open_report(write_report(tmp_path / "demo"))
     page.locator(".panel[data-layers='0'][data-steps='0']").wait_for()
     for key in ("n", "w", "Escape", "ArrowDown", "+", "0"):

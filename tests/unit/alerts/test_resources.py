@@ -18,6 +18,7 @@ from telemetry.testing import alerts_of
 from tests.helpers.rank_records import of_ranks
 from tests.helpers.rules import rule
 from tests.helpers.scripted import record
+from tests.helpers.small_runs import Before, fit
 
 MIB = 2**20
 PARTS = "data_wait", "forward", "backward", "optimizer"
@@ -171,21 +172,17 @@ def test_the_slowest_rank_is_named_with_the_reason(part: int, why: str) -> None:
     assert why in alert.cause
 
 
-def train(log_dir: Path, kind: str, steps: int, prepare: Callable[[], object]) -> list[Alert]:
+def train(log_dir: Path, kind: str, steps: int, before: Before) -> list[Alert]:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with HookLogger(model, log_dir, every_n_steps=50) as logger:
-        for _ in range(steps):
-            prepare()
-            model(torch.rand(4, 8)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        fit(logger, steps, lambda _: model(torch.rand(4, 8)).sum(), optimizer, before=before)
     return [alert for alert in logger.alerts if alert.kind == kind]
 
 
 def test_a_loader_that_sleeps_is_reported_in_training(tmp_path: Path) -> None:
-    assert train(tmp_path / "fast", "input_bound", 70, lambda: None) == []
-    [alert] = train(tmp_path / "slow", "input_bound", 70, lambda: time.sleep(0.02))
+    assert train(tmp_path / "fast", "input_bound", 70, lambda _: None) == []
+    [alert] = train(tmp_path / "slow", "input_bound", 70, lambda _: time.sleep(0.02))
     assert alert.value > 0.4
 
 
@@ -194,9 +191,9 @@ def test_a_loader_that_sleeps_is_reported_in_training(tmp_path: Path) -> None:
 def test_tensors_that_a_list_keeps_are_reported_in_training(tmp_path: Path, keeps: bool) -> None:
     kept: list[Any] = []
 
-    def prepare() -> None:
+    def keep(step: int) -> None:
         kept[len(kept) * keeps :] = [torch.ones(2**17)]
         time.sleep(0.005)  # of a step, so that the memory is read at several
 
-    alerts = train(tmp_path, "memory_growth", 600, prepare)
+    alerts = train(tmp_path, "memory_growth", 600, keep)
     assert [alert.value >= 64 * MIB for alert in alerts] == [True] * keeps

@@ -18,7 +18,17 @@ from telemetry import Alert, StepRecord
 from telemetry.testing import alerts_of
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import at_step, captured, classify, draw, net, rate_of, toward, train
+from tests.helpers.small_runs import (
+    at_step,
+    captured,
+    classify,
+    draw,
+    mlp,
+    net,
+    rate_of,
+    toward,
+    train,
+)
 
 Change = Callable[[nn.Sequential, Optimizer], object]
 
@@ -85,13 +95,6 @@ def test_unfrozen_layers_that_grow_are_not_a_jump(scale: float) -> None:
     assert last.norm() > 0.1
 
 
-def deep() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
-    )
-
-
 def by_layer(model: nn.Sequential, *rates: float) -> Adam:
     layers = zip((model[0], model[2], model[4]), rates, strict=True)
     return Adam([{"params": layer.parameters(), "lr": rate} for layer, rate in layers])
@@ -104,7 +107,7 @@ def standing(model: nn.Module, optimizer: Optimizer, steps: int, **more: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
-    model = deep()
+    model = mlp(8, 32, 32, 3)
     [alert] = standing(model, by_layer(model, 9e-8, 3e-5, 1e-2), 250, every=every)
     assert (alert.severity, alert.module_name) == ("warning", "0")
     assert alert.value < alert.threshold
@@ -123,14 +126,15 @@ def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
 def test_layers_with_a_reason_to_be_slower_are_not_reported(
     rates: tuple[float, ...], is_frozen: bool
 ) -> None:
-    model = deep()
+    model = mlp(8, 32, 32, 3)
     model[0].requires_grad_(not is_frozen)
     assert standing(model, by_layer(model, *rates), 250) == []
 
 
 @pytest.mark.parametrize("every", [10, 100])
 def test_gradients_that_have_become_small_are_the_cause(every: int) -> None:
-    model, factors = deep(), iter([1.0] * 40 + [1e-6] * 270)  # as behind a discriminator that wins
+    model = mlp(8, 32, 32, 3)
+    factors = iter([1.0] * 40 + [1e-6] * 270)  # as behind a discriminator that wins
     model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] * next(factors),))
     alert, *_ = standing(model, SGD(model.parameters(), 0.1), 310, every=every)
     assert alert.module_name == "0"
@@ -143,7 +147,7 @@ def test_gradients_that_have_become_small_are_the_cause(every: int) -> None:
 def test_the_alert_resolves_when_the_layer_moves_again_and_not_near_the_limit(
     rate: float, resolves: bool
 ) -> None:
-    model = deep()
+    model = mlp(8, 32, 32, 3)
     optimizer = by_layer(model, 9e-8, 3e-5, 1e-2)
     raise_rate = rate_of(optimizer, lambda step: rate if step >= 200 else 9e-8)
     alerts = standing(model, optimizer, 300, before=raise_rate)
