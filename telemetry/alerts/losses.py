@@ -431,8 +431,9 @@ class LossDivergence(Detector):
             rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
             self._may_add_up = rises and self._norms[-1] > _SUMMED * self._norms[0]
         if record.full:
-            of = record.held & record.grad_present
-            added = record.not_zeroed[of] if record.not_zeroed.size else of[:0]
+            added = record.not_zeroed
+            if added.size:
+                added = added[record.held & record.grad_present]
             is_sum = added.size > 0 and bool(added.mean() > shared.HALF)
             self._unzeroed_steps = self._unzeroed_steps + 1 if is_sum else 0
             self._may_add_up = False
