@@ -110,6 +110,13 @@ def test_a_layer_that_explodes_alone_is_named_before_the_norm_of_all_has_grown_s
     assert all(60 <= alert.step <= 64 for alert in alerts)
 
 
+def test_single_steps_at_which_a_layer_grows_alone_do_not_add_up() -> None:
+    model, step = deep(), iter(range(100))
+    model[10].weight.register_hook(lambda grad: grad * (300 if next(step) in (60, 63, 66) else 1))
+    settings = {"model": model, "optimizer": partial(SGD, lr=1e-4)}
+    assert train(rule("exploding_gradient"), 80, **settings) == []
+
+
 @pytest.mark.parametrize(
     ("factors", "module"),
     [

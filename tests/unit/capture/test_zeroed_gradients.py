@@ -50,14 +50,15 @@ def test_only_gradients_that_are_never_zeroed_are_marked(
     assert marks == [[mark] * 4 for mark in added]
 
 
-def test_each_of_two_optimizers_zeroes_its_own_gradients() -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+def test_each_of_two_optimizers_zeroes_its_own_gradients(*, to_none: bool) -> None:
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     model = nn.ModuleDict({"generator": generator, "critic": critic})
     optimizers = [SGD(part.parameters(), 0.01) for part in (critic, generator)]
     with capture_run(model, rules=(), optimizer=optimizers[1]) as run:
         for _ in range(4):
             for sign, optimizer in zip((-1, 1), optimizers, strict=True):
-                optimizer.zero_grad(set_to_none=False)
+                optimizer.zero_grad(set_to_none=to_none)
                 (sign * critic(generator(torch.randn(4, 2)))).mean().backward()
                 optimizer.step()
     assert not any(record.not_zeroed.any() for record in run.records)
