@@ -315,3 +315,19 @@ def test_a_scaler_that_skips_every_step_is_named_only_if_one_is_used(has_scaler:
     [alert] = run.alerts
     assert (len(run.records), alert.value) == (5, 10)
     assert ("scaler" in (alert.cause or "")) == has_scaler
+
+
+def test_a_loss_that_is_logged_after_its_step_does_not_clear_the_step_with_nan() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = SGD(model.parameters(), 0.1)
+    with capture_run(model, every_n_steps=100, rules=[rule("nonfinite")]) as run:
+        for step in range(30):
+            optimizer.zero_grad()
+            loss = (model(torch.randn(16, 8)) * (math.nan if step == 25 else 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+    [alert, *_] = run.alerts
+    assert (alert.step, alert.module_name) == (25, None)
+    assert "the step was not measured in full" in alert.message
