@@ -369,7 +369,7 @@ class LayerNorms:
         self._limit[ordered[0] == -np.inf] = np.nan
 
     def _compare_with_others(self) -> None:
-        """Compare each norm with the median one, which a clipped step leaves as it is."""
+        """Compare each norm with the median one: clipping leaves their ratio as it is."""
         finite = np.isfinite(self.levels[-1])
         self._finite_steps += finite
         if np.count_nonzero(finite) < shared.SEVERAL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -281,16 +282,13 @@ def _with_zeroed_bias(record: StepRecord) -> set[str]:
     cancels out, as for the logits of a cross entropy.
     """
     layout, rows = record.layout, record.activation_grads.rows
-    totals = mean_of(rows) * rows.count  # of all values, where a sample was measured
-    sums = dict(zip(record.activation_grads, totals.tolist(), strict=True))
-    limits = dict(zip(sums, (shared.EXACT * rms_of(rows) * rows.count).tolist(), strict=True))
+    adds_up = np.abs(mean_of(rows)) > shared.EXACT * rms_of(rows)
     return {
         name
-        for name, total in sums.items()
+        for name in compress(record.activation_grads, adds_up)
         if (bias := record.grads.get(f"{name}.bias")) is not None
         and layout.modules[layout.position[name]].type_name in _ADD_BIAS
         and bias.sketch.sum == 0
-        and abs(total) > limits[name]
     }
 
 
